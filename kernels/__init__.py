@@ -1,0 +1,1 @@
+"""Operators of the model families: eager reference forms, and precompiled kernels where a GPU is present."""

@@ -1,0 +1,1 @@
+"""Triton sources and their ahead-of-time compiler; imported by prepare only."""

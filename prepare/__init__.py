@@ -1,0 +1,1 @@
+"""Published checkpoint in, prepared directory out."""

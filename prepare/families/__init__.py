@@ -1,0 +1,1 @@
+"""Prepare recipes, one module per model family."""

@@ -1,0 +1,1 @@
+"""Model families, one folder each, found through `runtime.family`."""

@@ -1,0 +1,1 @@
+"""Pictures in, MP4 out."""

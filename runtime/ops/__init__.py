@@ -1,0 +1,1 @@
+"""Layers shared by families: norms, rotary embeddings, attention. Imports torch at the top."""

@@ -1,0 +1,1 @@
+"""Sequence and tensor parallelism over torch.distributed. Imports torch at the top."""

@@ -1,0 +1,1 @@
+"""Modal and fal applications."""
