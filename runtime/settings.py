@@ -1,0 +1,106 @@
+"""Deployment settings: `COLDFRAME_*` variables and flags, read once into one frozen dataclass.
+
+Standard library only. Nothing else in the worker reads the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loader.errors import RequestError
+
+PREFIX = "COLDFRAME_"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One worker's deployment.
+
+    Args:
+        bundle: prepared directory.
+        manifest_sha256: pinned SHA-256 of its manifest.json; empty: not pinned.
+        device: `auto` takes CUDA when a driver and a device are there.
+        task: order of use that a worker loads before it has seen a request.
+        schedule: prepared step schedule used when a request names none; empty: the first prepared one.
+        timeline: file for the start's timeline (JSON); a picture is written beside it. Empty: none.
+        verify: how loaded bytes are checked (`edges`, `full`, `auto`).
+        ring_gib: size of the pinned ring; 0: chosen from the machine.
+        reader_threads: 0: chosen from the machine.
+        storage_gbps: throttle for experiments, in 10^9 bytes per second; 0: none.
+        loader_path: force a rung of the loader's fallback ladder (A to E); empty: probed.
+        cpu_threads: torch's threads on the CPU; 0: torch's own choice.
+        log_level: of the JSON log on stderr.
+    """
+
+    bundle: str = ""
+    manifest_sha256: str = ""
+    device: str = "auto"
+    task: str = "t2va"
+    schedule: str = ""
+    timeline: str = ""
+    verify: str = "edges"
+    ring_gib: float = 0.0
+    reader_threads: int = 0
+    storage_gbps: float = 0.0
+    loader_path: str = ""
+    cpu_threads: int = 0
+    log_level: str = "INFO"
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "device": ("auto", "cpu", "cuda"),
+    "task": ("t2va", "fl2va"),
+    "verify": ("edges", "full", "auto"),
+    "loader_path": ("", "A", "B", "C", "D", "E"),
+    "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
+}
+
+
+def settings_from_environment(environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
+    """Settings from `COLDFRAME_<FIELD>` variables; keyword arguments (flags) that are not None win.
+
+    Raises: RequestError: an unknown `COLDFRAME_` variable, or a value that does not parse (all of them together).
+    """
+    environ = os.environ if environ is None else environ
+    fields = {field.name: field for field in dataclasses.fields(Settings)}
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for variable in sorted(name for name in environ if name.startswith(PREFIX)):
+        name = variable.removeprefix(PREFIX).lower()
+        if name in fields:
+            values[name] = environ[variable]
+        elif name not in OTHER_VARIABLES:
+            problems.append(f"{variable} is unknown; known: {', '.join(PREFIX + f.upper() for f in fields)}")
+    values.update({name: value for name, value in overrides.items() if value is not None})
+    for name in list(values):
+        try:
+            values[name] = _parse(name, fields[name].default, values[name])
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise RequestError("; ".join(problems), where="settings")
+    return Settings(**values)
+
+
+OTHER_VARIABLES: Sequence[str] = ("api_keys", "serve_options", "storage_fault")
+"""Variables with the prefix that belong to other programs of this project (service keys, fault-injection tests)."""
+
+
+def _parse(name: str, default: Any, value: Any) -> Any:
+    wanted = type(default)
+    if isinstance(value, str) and wanted is not str:
+        try:
+            value = wanted(value)
+        except ValueError:
+            raise ValueError(
+                f"{name}={value!r} is not {'a number' if wanted is float else 'an integer'}"
+            ) from None
+    if wanted is not str and value < 0:
+        raise ValueError(f"{name}={value!r} is negative; allowed: 0 or more")
+    if name in _CHOICES and value not in _CHOICES[name]:
+        raise ValueError(f"{name}={value!r}; allowed: {', '.join(repr(choice) for choice in _CHOICES[name])}")
+    return value
