@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from loader.errors import ArtifactError
+from loader.strict_json import load_json
 
 # Bytes per element; a name that is not here is refused.
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
@@ -122,7 +123,7 @@ def read_header(path: Path, where: str | None = None) -> Header:
 
 def parse_header(text: bytes, file_bytes: int, where: str) -> Header:
     """Check the JSON part of a header against the size of its file. Raises: ArtifactError."""
-    table = _load_json(text, where)
+    table = load_json(text, f"{where}: safetensors header")
     metadata = _check_metadata(table.pop("__metadata__", {}), where)
     data_start = 8 + len(text)
     entries = [_check_entry(name, value, where) for name, value in table.items()]
@@ -195,48 +196,6 @@ def _header_length(start: bytes, file_bytes: int, where: str) -> int:
             hint="download it again",
         )
     return length
-
-
-def _load_json(text: bytes, where: str) -> dict[str, object]:
-    try:
-        table = json.loads(
-            text.decode("utf-8"), object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant
-        )
-    except _DuplicateKey as error:
-        raise ArtifactError(
-            f"duplicate key {error.args[0]!r} in the safetensors header", where=where
-        ) from None
-    except RecursionError:
-        raise ArtifactError("safetensors header is not sane JSON: nested too deeply", where=where) from None
-    except ValueError as error:
-        raise ArtifactError(f"safetensors header is not JSON ({error})", where=where) from error
-    if not isinstance(table, dict):
-        raise ArtifactError(
-            "safetensors header is not a JSON object",
-            where=where,
-            found=type(table).__name__,
-            expected="an object",
-        )
-    return table
-
-
-class _DuplicateKey(Exception):
-    pass
-
-
-def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise _DuplicateKey(name)
-            seen.add(name)
-    return table
-
-
-def _refuse_constant(text: str) -> object:
-    raise ValueError(f"{text} is not allowed")
 
 
 def _check_metadata(metadata: object, where: str) -> dict[str, str]:
