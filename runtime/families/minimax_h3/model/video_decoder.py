@@ -1,0 +1,130 @@
+"""Latents to frames: temporal units one after the other, each decoded as a batch of tiles.
+
+A unit's frames are final once it and the unit before it are decoded, so they stream out while later units wait, and
+memory does not depend on the length of the video (C70).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from loader.errors import InternalError
+from runtime.families.minimax_h3.config import VideoVAEConfig
+from runtime.families.minimax_h3.model.tiling import (
+    RELEASED_TILES,
+    TileGeometry,
+    TilePlan,
+    UnitPlan,
+    blend,
+    stitch,
+)
+from runtime.families.minimax_h3.model.video_decoder_network import DecoderNetwork, Precision
+from runtime.families.minimax_h3.model.video_vae_pixels import denormalize
+from runtime.weights import WeightSource
+
+log = logging.getLogger(__name__)
+
+
+class VideoDecoder:
+    """Decoder of one prepared directory.
+
+    Args:
+        precision: recipe of the network, see `video_decoder_network`.
+        tile_batch: most tiles per forward; all tiles of a 1344x768 canvas by default. It changes rounding only. Halved
+            for good, with a warning, when the device runs out of memory.
+        tiles: tile geometry; leave the default except in tests (C68).
+    """
+
+    def __init__(
+        self,
+        config: VideoVAEConfig,
+        weights: WeightSource,
+        device: torch.device | str,
+        *,
+        precision: Precision = "fp32",
+        tile_batch: int = 28,
+        tiles: TileGeometry = RELEASED_TILES,
+    ) -> None:
+        if tile_batch < 1:
+            raise InternalError("no tiles per forward", where="video decoder: tile_batch", found=tile_batch)
+        self.config = config
+        self.device = torch.device(device)
+        self.tile_batch = tile_batch
+        self.tiles = tiles
+        self._network = DecoderNetwork(config, weights, self.device, precision)
+        self._mean, self._std = (
+            torch.tensor(values, device=self.device).view(-1, 1, 1, 1)
+            for values in (config.latents_mean, config.latents_std)
+        )
+
+    def units(self, latents: Tensor) -> Iterator[Tensor]:
+        """Frames in order, one part per decoded unit.
+
+        Args:
+            latents: [C, T, h, w] float32, normalised, on any device; T = 5n + 2 makes 17n + 5 frames. Another T >= 3
+                is filled with copies of the last latent and the frames of those copies are cut.
+        Yields: [F, 3, 16h, 16w] float32 in [0, 1] on the decoder's device, new memory: 17 frames, 22 in the last part.
+        Raises: InternalError: another rank or channel count, or T below 3 (at once, not at the first part); out of
+            memory with one tile per forward.
+        """
+        channels = self.config.latent_channels
+        if latents.ndim != 4 or latents.shape[0] != channels:
+            raise InternalError(
+                "latents do not fit the decoder",
+                where="video decoder: latents",
+                found=tuple(latents.shape),
+                expected=f"[{channels}, T, h, w]",
+            )
+        plan = UnitPlan.of_length(self.config, latents.shape[1])
+        return self._decode_units(latents, plan)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """All parts of `units` in one tensor [F, 3, 16h, 16w]."""
+        return torch.cat(list(self.units(latents)))
+
+    @torch.inference_mode()
+    def _decode_units(self, latents: Tensor, plan: UnitPlan) -> Iterator[Tensor]:
+        tail: Tensor | None = None
+        for unit in range(plan.units):
+            window = latents[:, plan.window_indices(unit, latents.shape[1])].to(self.device, torch.float32)
+            head, next_tail = self._decode_unit(window * self._std + self._mean, plan)
+            if tail is not None:
+                head = blend(tail, head, plan.fade, dim=1)
+            tail = next_tail
+            if unit == plan.units - 1:
+                head = torch.cat([head, tail], dim=1)
+                head = head[:, : head.shape[1] - plan.surplus]
+            yield denormalize(head)
+
+    def _decode_unit(self, window: Tensor, plan: UnitPlan) -> tuple[Tensor, Tensor]:
+        """[C, 7, h, w] denormalised → stitched head [3, 17, H, W] and tail [3, 5, H, W]."""
+        ratio = self.config.spatial_ratio
+        canvas = TilePlan.of_canvas(window.shape[2] * ratio, window.shape[3] * ratio, ratio, self.tiles)
+        pixels = self._decode_tiles(torch.stack(canvas.divided(ratio).cut(window)))
+        head = stitch([tile[:, plan.head] for tile in pixels], canvas)
+        tail = stitch([tile[:, plan.tail] for tile in pixels], canvas)
+        return head, tail
+
+    def _decode_tiles(self, tiles: Tensor) -> list[Tensor]:
+        """[tiles, C, 7, h, w] → [3, 28, H, W] each."""
+        while True:
+            try:
+                return [
+                    tile
+                    for batch in torch.split(tiles, self.tile_batch)
+                    for tile in self._network.forward(batch)
+                ]
+            except torch.OutOfMemoryError as error:
+                if self.tile_batch == 1:
+                    raise InternalError(
+                        "out of memory with one tile per forward",
+                        where="video decoder",
+                        hint="the latents are intact; free memory on the device and decode them again",
+                    ) from error
+            # Outside the handler: the error's traceback keeps the failed forward's tensors alive.
+            self.tile_batch = max(1, min(self.tile_batch, len(tiles)) // 2)
+            log.warning("video decoder out of memory, smaller batch", extra={"tile_batch": self.tile_batch})
