@@ -1,15 +1,21 @@
 """How numerical code gets its weights: by group, waiting only for that group. No torch import.
 
-`loader.stream.WeightStream` is the implementation of a worker; tests may pass a plain dictionary wrapped in one.
+`WeightSource` is what model code sees. `WeightSet` is a worker's implementation: one loader stream for the order that
+the start chose, and further streams when a later request needs groups that are not there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
+
+from loader.errors import InternalError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from loader.stream import WeightStream
 
 
 class WeightSource(Protocol):
@@ -30,3 +36,51 @@ class WeightSource(Protocol):
     def is_ready(self, group: str) -> bool:
         """Whether `tensors(group)` would return without waiting."""
         ...
+
+
+class WeightSet:
+    """Groups of one prepared directory over any number of streams.
+
+    Args:
+        start_stream: starts loading the given groups and returns at once.
+    """
+
+    def __init__(self, start_stream: Callable[[Sequence[str]], WeightStream]) -> None:
+        self._start_stream = start_stream
+        self._streams: list[WeightStream] = []
+        self._by_group: dict[str, WeightStream] = {}
+        self._lock = threading.Lock()
+
+    def ensure(self, groups: Iterable[str]) -> None:
+        """Start loading those of `groups` that no stream holds yet, in the given order."""
+        with self._lock:
+            missing = [group for group in groups if group not in self._by_group]
+            if not missing:
+                return
+            stream = self._start_stream(missing)
+            self._streams.append(stream)
+            self._by_group.update(dict.fromkeys(missing, stream))
+
+    def tensors(self, group: str) -> Mapping[str, Tensor]:
+        return self._stream_of(group).tensors(group)
+
+    def rows(self, tensor: str, rows: Sequence[int]) -> Tensor:
+        return self._streams[0].rows(tensor, rows)
+
+    def is_ready(self, group: str) -> bool:
+        return self._stream_of(group).is_ready(group)
+
+    @property
+    def streams(self) -> Sequence[WeightStream]:
+        return tuple(self._streams)
+
+    def close(self) -> None:
+        """Stop all streams and free what they hold; works twice and after a failure."""
+        for stream in self._streams:
+            stream.close()
+
+    def _stream_of(self, group: str) -> WeightStream:
+        try:
+            return self._by_group[group]
+        except KeyError:
+            raise InternalError("weights were asked for that no stream loads", where=group) from None

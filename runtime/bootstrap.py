@@ -1,0 +1,46 @@
+"""The first code of a worker. Its first statement is t = 0; it imports the standard library only.
+
+`start` builds the startup graph and returns a running engine: the reader is reading and torch is being imported before
+anything else of this project is loaded. What runs when is in `runtime.nodes`.
+"""
+
+import time
+
+T0_NS = time.monotonic_ns()
+
+# ruff: noqa: E402 (the clock starts before the other imports)
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runtime.engine import Engine
+    from runtime.family import Family, ImageResolver, Prepared
+    from runtime.settings import Settings
+
+
+def start(
+    settings: "Settings",
+    body: "Mapping[str, object] | None" = None,
+    resolve_image: "ImageResolver | None" = None,
+    origin_ns: int | None = None,
+    on_family: "Callable[[Family], None] | None" = None,
+) -> "tuple[Engine, Prepared | None]":
+    """Start a worker, with its first request if there is one already.
+
+    Args:
+        settings: deployment.
+        body: the first request's fields; its validation and preparation run beside the load.
+        resolve_image: fetches pictures that the request names (None: only data URIs are accepted).
+        origin_ns: t = 0 of the timeline; this module's first statement if None.
+        on_family: called as soon as the manifest is read, so that requests can be validated during the load.
+    Returns: the engine, and the first request, ready to be passed to `Engine.run`.
+    Raises: WorkerError: the first cause of whatever failed; nothing is left running.
+    """
+    from runtime.nodes import start_engine
+    from runtime.timeline import Timeline, process_start_ns
+
+    timeline = Timeline(T0_NS if origin_ns is None else origin_ns)
+    process_ns = process_start_ns()
+    if process_ns is not None:
+        timeline.note(interpreter_start_s=round((timeline.origin_ns - process_ns) / 1e9, 3))
+    return start_engine(settings, timeline, body, resolve_image, on_family)

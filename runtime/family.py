@@ -1,0 +1,146 @@
+"""What a model family must offer, and how one is found. No torch, and no family is imported before it is needed.
+
+The five interfaces meet in `runtime.pipeline`, which runs any family with one loop:
+`for stage: for step: latents = stage.sampler(latents, stage.denoiser(latents, step), step)`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from loader.errors import ArtifactError
+
+if TYPE_CHECKING:
+    import numpy
+    from torch import Tensor
+
+    from loader.manifest import Manifest
+    from runtime.weights import WeightSource
+
+REGISTRY: Mapping[str, str] = {"minimax_h3": "runtime.families.minimax_h3.family:MiniMaxH3"}
+"""Family name in a manifest → `module:class`, imported on use: a cold start cannot afford to import them all."""
+
+Latents = Mapping[str, "Tensor"]
+"""Latents, noise or velocity by modality (`video`, `audio`), in the row form of the family's denoiser."""
+ImageResolver = Callable[[str], bytes]
+"""From a request's picture reference (a URL) to the file's bytes; refuses what it must not fetch."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One update: where it stands in its schedule, by modality. `evaluation` counts forwards from 0."""
+
+    evaluation: int
+    timesteps: Mapping[str, float]
+    sigmas: Mapping[str, float]
+    next_sigmas: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class MediaPlan:
+    """What the finished file will hold."""
+
+    width: int
+    height: int
+    num_frames: int
+    fps: int
+    sample_rate: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A validated request with everything that can be computed without torch: tokens, pictures, packed layout."""
+
+    request: Any
+    order: str
+    media: MediaPlan
+    report: Mapping[str, object]
+    parts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Decoder(Protocol):
+    """Latents of one modality to media, piece by piece."""
+
+    def units(self, latents: Latents) -> Iterator[numpy.ndarray[Any, Any]]:
+        """Video: [F, H, W, 3] uint8 frames in order. Audio: [channels, samples] float32 in [-1, 1]."""
+        ...
+
+
+class Stage(Protocol):
+    """One run of the denoiser over one schedule."""
+
+    steps: Sequence[Step]
+
+    def start(self, previous: Latents | None) -> Latents:
+        """Initial latents: noise, or the previous stage's result upsampled."""
+        ...
+
+    def denoiser(self, latents: Latents, step: Step) -> Latents:
+        """Velocity of the target rows; waits for its weights block by block."""
+        ...
+
+    def sampler(self, latents: Latents, velocity: Latents, step: Step) -> Latents:
+        """Latents of the next step."""
+        ...
+
+
+class Job(Protocol):
+    """One request on one device."""
+
+    media: MediaPlan
+
+    def condition(self) -> None:
+        """Everything before the first evaluation: prompt embeds, refiner, keyframe latents, constants."""
+        ...
+
+    def stages(self) -> Sequence[Stage]: ...
+
+    def decoders(self) -> Mapping[str, Decoder]: ...
+
+    def report(self) -> Mapping[str, object]:
+        """What only the run knows, for the result (noise hash, rows)."""
+        ...
+
+
+class Family(Protocol):
+    """One prepared directory of one family. Everything here is torch-free except the body of `start`."""
+
+    capabilities: Any
+
+    def parse(self, body: Mapping[str, object], resolve_image: ImageResolver | None = None) -> Any:
+        """Validated request. Raises: RequestError naming the field."""
+        ...
+
+    def likely_order(self, body: Mapping[str, object] | None) -> str:
+        """Key into the manifest's `orders` for a body that is not validated yet; never raises."""
+        ...
+
+    def prepare(self, request: Any) -> Prepared:
+        """Tokens, pictures and packed layout. Raises: RequestError (prompt too long, picture unusable)."""
+        ...
+
+    def start(self, prepared: Prepared, weights: WeightSource, device: str) -> Job: ...
+
+
+def family_for(manifest: Manifest, directory: Path, task: str = "", schedule: str = "") -> Family:
+    """The family that a prepared directory belongs to, configured from its manifest.
+
+    Args:
+        task, schedule: the deployment's defaults for a start without a request.
+    Raises: ArtifactError: the manifest names a family that this version does not have.
+    """
+    name = str(manifest.model["family"])
+    if name not in REGISTRY:
+        raise ArtifactError(
+            "unknown model family",
+            where="manifest.json: model.family",
+            found=repr(name),
+            expected=sorted(REGISTRY),
+        )
+    module, _, attribute = REGISTRY[name].partition(":")
+    family: Family = getattr(importlib.import_module(module), attribute)(manifest, directory, task, schedule)
+    return family

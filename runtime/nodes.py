@@ -1,0 +1,153 @@
+"""The nodes of a worker's start. Adding a component to the start means adding a node here.
+
+On the main thread: manifest → load (spawns the reader) → torch → models → warm-up. Beside it, on the request's
+thread: parse → tokens, pictures, packed layout. The conditioner and the first step follow in `runtime.pipeline`,
+behind the load, because every group is waited for where it is used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loader.errors import CapabilityError, RequestError
+from runtime.startup import Graph, Node, Results
+from runtime.timeline import Timeline
+
+if TYPE_CHECKING:
+    from runtime.engine import Engine
+    from runtime.family import Family, ImageResolver, Prepared
+    from runtime.settings import Settings
+    from runtime.weights import WeightSet
+
+
+def start_engine(
+    settings: Settings,
+    timeline: Timeline,
+    body: Mapping[str, object] | None,
+    resolve_image: ImageResolver | None,
+    on_family: Callable[[Family], None] | None = None,
+) -> tuple[Engine, Prepared | None]:
+    """Run the startup graph; see `runtime.bootstrap.start`."""
+    start = _Start(settings, timeline, body, resolve_image, on_family)
+    nodes = [
+        Node("manifest", start.manifest),
+        Node("load", start.load, needs=("manifest",), cancel=start.stop_loading),
+        Node("request", start.request, needs=("manifest",), thread="request"),
+        Node("torch", start.torch, needs=("load",)),
+        Node("models", start.models, needs=("torch",)),
+        Node("warm-up", start.warm_up, needs=("models",)),
+    ]
+    try:
+        results = Graph(nodes, timeline).run()
+    except BaseException:
+        start.stop_loading()
+        raise
+    return start.engine(results), results["request"]
+
+
+class _Start:
+    """What the nodes of one start share."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        timeline: Timeline,
+        body: Mapping[str, object] | None,
+        resolve_image: ImageResolver | None,
+        on_family: Callable[[Family], None] | None,
+    ) -> None:
+        self.settings = settings
+        self.timeline = timeline
+        self.body = body
+        self.resolve_image = resolve_image
+        self.on_family = on_family
+        self.directory = Path(settings.bundle)
+        self.device = choose_device(settings.device)
+        self.weights: WeightSet | None = None
+
+    def manifest(self, results: Results) -> tuple[Any, Any]:
+        from loader.manifest import read_manifest
+        from runtime.family import family_for
+
+        if not self.settings.bundle:
+            raise RequestError(
+                "no prepared directory given", where="bundle", hint="coldframe prepare makes one"
+            )
+        manifest = read_manifest(self.directory, self.settings.manifest_sha256 or None)
+        family = family_for(manifest, self.directory, self.settings.task, self.settings.schedule)
+        if self.on_family is not None:
+            self.on_family(family)
+        return manifest, family
+
+    def load(self, results: Results) -> WeightSet:
+        from loader.load_plan import plan_load
+        from loader.stream import StreamOptions, start
+        from runtime.weights import WeightSet
+
+        manifest, family = results["manifest"]
+        options = StreamOptions(
+            verify=self.settings.verify,
+            ring_gib=self.settings.ring_gib,
+            threads=self.settings.reader_threads,
+            storage_gbps=self.settings.storage_gbps,
+            path=self.settings.loader_path,
+        )
+        self.weights = WeightSet(
+            lambda groups: start(
+                plan_load(manifest, groups), self.directory, device=self.device, options=options
+            )
+        )
+        order = family.likely_order(self.body)
+        self.weights.ensure(manifest.orders[order])
+        self.timeline.note(order=order, device=self.device)
+        return self.weights
+
+    def stop_loading(self) -> None:
+        if self.weights is not None:
+            self.weights.close()
+
+    def request(self, results: Results) -> Prepared | None:
+        if self.body is None:
+            return None
+        _, family = results["manifest"]
+        prepared: Prepared = family.prepare(family.parse(self.body, self.resolve_image))
+        return prepared
+
+    def torch(self, results: Results) -> None:
+        from runtime.torch_import import import_torch
+
+        import_torch(self.device, self.settings.cpu_threads)
+        self.timeline.mark("torch_ready")
+
+    def models(self, results: Results) -> None:
+        """Import the numerical modules, so that no import is left for the first step."""
+        _, family = results["manifest"]
+        family.import_models()
+
+    def warm_up(self, results: Results) -> None:
+        """Initialise libraries on dummy data so that the first step pays for nothing."""
+        if self.device == "cuda":
+            from runtime.warm_up import warm_up
+
+            _, family = results["manifest"]
+            warm_up(family, self.timeline)
+
+    def engine(self, results: Results) -> Engine:
+        from runtime.engine import Engine
+
+        manifest, family = results["manifest"]
+        return Engine(self.settings, self.timeline, manifest, family, results["load"], self.device)
+
+
+def choose_device(wanted: str) -> str:
+    """`cpu` or `cuda`. `auto` looks for the driver's device node, without loading the driver.
+
+    Raises: CapabilityError: CUDA was asked for by name and there is no device node.
+    """
+    has_gpu = any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))  # noqa: PTH110 (cold path)
+    if wanted == "cuda" and not has_gpu:
+        raise CapabilityError("no NVIDIA device here", where="device", hint="use --device cpu")
+    return wanted if wanted != "auto" else ("cuda" if has_gpu else "cpu")

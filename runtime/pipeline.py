@@ -1,0 +1,128 @@
+"""One request from conditioning to the finished file, for any family. This is the only denoising loop.
+
+Imports torch only through what it is given. Phases and steps are reported to the caller's hooks; cancellation is
+looked at between steps and between decoded units.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loader.errors import InternalError
+from runtime.family import Job, Latents
+from runtime.timeline import Timeline
+
+
+class Cancelled(Exception):
+    """The request was cancelled; nothing is left at its output."""
+
+
+def _ignore(*_: object) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """How a run talks to its caller.
+
+    Args:
+        timeline: receives marks and spans.
+        cancelled: set from another thread to stop at the next border.
+        on_phase: called with `conditioning`, `denoising`, `decoding`.
+        on_step: called with (evaluations done, evaluations in all).
+        synchronize: waits for the device, so that a mark means what it says.
+    """
+
+    timeline: Timeline
+    cancelled: threading.Event
+    on_phase: Callable[[str], None] = _ignore
+    on_step: Callable[[int, int], None] = _ignore
+    synchronize: Callable[[], None] = _ignore
+
+
+def generate(
+    job: Job, output: Path, hooks: Hooks, encoder: Mapping[str, Any] | None = None
+) -> dict[str, object]:
+    """Run one job and write its MP4.
+
+    Args:
+        output: appears complete or not at all.
+        encoder: options of `runtime.media.encode.Mp4Writer` (crf, preset …).
+    Returns: figures of the run, JSON-ready.
+    Raises: Cancelled; WorkerError.
+    """
+    timeline = hooks.timeline
+    hooks.on_phase("conditioning")
+    with timeline.span("conditioner"):
+        job.condition()
+        hooks.synchronize()
+    timeline.mark("conditioner_done")
+    _check(hooks)
+    hooks.on_phase("denoising")
+    latents = _denoise(job, hooks)
+    hooks.on_phase("decoding")
+    with timeline.span("decode and encode"):
+        written = _decode(job, latents, output, hooks, encoder or {})
+    timeline.mark("mp4_complete")
+    return {**job.report(), **written}
+
+
+def _denoise(job: Job, hooks: Hooks) -> Latents:
+    stages = job.stages()
+    total = sum(len(stage.steps) for stage in stages)
+    done = 0
+    latents: Latents | None = None
+    for stage in stages:
+        latents = stage.start(latents)
+        for step in stage.steps:
+            _check(hooks)
+            if done == 0:
+                hooks.synchronize()
+                hooks.timeline.mark("first_dit_entry")
+            with hooks.timeline.span("step", evaluation=step.evaluation):
+                latents = stage.sampler(latents, stage.denoiser(latents, step), step)
+                hooks.synchronize()
+            done += 1
+            if done == 1:
+                hooks.timeline.mark("first_step_done")
+            hooks.on_step(done, total)
+    if latents is None:
+        raise InternalError("the family's schedule has no stage", where="pipeline")
+    hooks.timeline.mark("denoising_done")
+    return latents
+
+
+def _decode(
+    job: Job, latents: Latents, output: Path, hooks: Hooks, encoder: Mapping[str, Any]
+) -> dict[str, object]:
+    from runtime.media.encode import Mp4Writer
+
+    media = job.media
+    decoders = job.decoders()
+    with hooks.timeline.span("audio decode"):
+        (audio,) = decoders["audio"].units(latents)
+    _check(hooks)
+    with Mp4Writer(output, width=media.width, height=media.height, fps=media.fps, **encoder) as writer:
+        for index, frames in enumerate(decoders["video"].units(latents)):
+            with hooks.timeline.span("encode", unit=index):
+                writer.add_frames(frames)
+            if index == 0:
+                hooks.timeline.mark("first_frame_out")
+            _check(hooks)
+        writer.finish(audio, media.sample_rate)
+    return {
+        "num_frames": media.num_frames,
+        "fps": media.fps,
+        "sample_rate": media.sample_rate,
+        "video_s": media.num_frames / media.fps,
+        "size_bytes": output.stat().st_size,
+    }
+
+
+def _check(hooks: Hooks) -> None:
+    if hooks.cancelled.is_set():
+        raise Cancelled

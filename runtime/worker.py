@@ -1,0 +1,231 @@
+"""`coldframe worker`: one engine behind newline-delimited JSON on stdin and stdout.
+
+The protocol is in docs/architecture.md. Three threads: the main thread starts the engine and runs jobs; one reads
+stdin, validates requests and prepares them while weights stream in; one reports loading. Standard output belongs to
+the protocol: whatever else prints there goes to stderr. Standard library only at the top.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from loader.errors import InternalError, RequestError, WorkerError
+from runtime import bootstrap  # t = 0
+from runtime.pipeline import Cancelled
+from runtime.timeline import Timeline
+
+if TYPE_CHECKING:
+    from runtime.engine import Engine
+    from runtime.family import Family, Prepared
+
+PROTOCOL = 1
+_LOADING_REPORT_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry of the command; returns the exit code."""
+    args = _parser().parse_args(argv)
+    from runtime.settings import settings_from_environment
+
+    settings = settings_from_environment(
+        bundle=args.bundle, manifest_sha256=args.manifest_sha256, device=args.device, timeline=args.timeline
+    )
+    logging.basicConfig(
+        level=settings.log_level, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
+    )
+    worker = Worker(sys.stdin, _take_stdout())
+    signal.signal(signal.SIGTERM, lambda *_: worker.stop())
+    return worker.run(settings)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="coldframe worker",
+        description="One worker process that speaks newline-delimited JSON on stdin and stdout.",
+    )
+    parser.add_argument("--bundle", required=True, help="prepared directory")
+    parser.add_argument("--manifest-sha256", help="refuse a prepared directory with another manifest")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--timeline", metavar="FILE.json", help="write the start's timeline here")
+    return parser
+
+
+def _take_stdout() -> IO[str]:
+    """The protocol's own stream on file descriptor 1; later prints of anybody go to stderr."""
+    protocol = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    os.dup2(2, 1)
+    return protocol
+
+
+@dataclass
+class _Job:
+    """A request that was taken: prepared, or still to be."""
+
+    name: str
+    output: Path
+    prepared: Prepared | None = None
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+
+class Worker:
+    """The process. `run` returns its exit code when stdin ends, on `shutdown`, or after a fatal error."""
+
+    def __init__(self, commands: IO[str], events: IO[str]) -> None:
+        self._commands = commands
+        self._events = events
+        self._write_lock = threading.Lock()
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: dict[str, _Job] = {}
+        self._family_known = threading.Event()
+        self._family: Family | None = None
+        self._abandoned = threading.Event()
+
+    def run(self, settings: Any) -> int:
+        self.send("hello", protocol=PROTOCOL, pid=os.getpid())
+        threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
+        try:
+            engine, _ = bootstrap.start(settings, on_family=self._set_family)
+            with engine:
+                reporter = threading.Thread(
+                    target=self._report_loading, args=(engine,), name="progress", daemon=True
+                )
+                reporter.start()
+                self._serve(engine)
+        except WorkerError as error:
+            self._fail(error)
+            return error.exit_code
+        except Exception as error:
+            log.exception("worker failed")
+            self._fail(InternalError(f"{type(error).__name__}: {error}"))
+            return InternalError.exit_code
+        return 0
+
+    def stop(self) -> None:
+        """Cancel everything and end, from any thread or a signal handler."""
+        self._abandoned.set()
+        for job in list(self._jobs.values()):
+            job.cancelled.set()
+        self._queue.put(None)
+
+    def send(self, event: str, **values: object) -> None:
+        line = json.dumps({"event": event, **values}, default=str) + "\n"
+        with self._write_lock:
+            try:
+                self._events.write(line)
+                self._events.flush()
+            except (BrokenPipeError, ValueError):
+                self._abandoned.set()
+
+    # --- commands, on their own thread ---
+
+    def _read_commands(self) -> None:
+        for line in self._commands:
+            if not line.strip():
+                continue
+            try:
+                self._obey(json.loads(line))
+            except (ValueError, KeyError, TypeError) as error:
+                problem = RequestError(f"unreadable command: {error}", where="protocol")
+                self.send("error", job=None, error=problem.as_dict())
+        self.stop()
+
+    def _obey(self, command: Mapping[str, Any]) -> None:
+        operation = command["op"]
+        if operation == "generate":
+            self._take(str(command["job"]), command["request"], Path(command["output"]))
+        elif operation == "cancel":
+            job = self._jobs.get(str(command["job"]))
+            if job is not None:
+                job.cancelled.set()
+        elif operation == "shutdown":
+            self._queue.put(None)
+        else:
+            raise ValueError(f"op {operation!r}; allowed: generate, cancel, shutdown")
+
+    def _take(self, name: str, body: Mapping[str, object], output: Path) -> None:
+        job = self._jobs[name] = _Job(name, output)
+        self._family_known.wait()
+        if self._family is None:
+            return  # the start failed; that error has been sent
+        try:
+            job.prepared = self._family.prepare(self._family.parse(body))
+        except WorkerError as error:
+            self._end(job, "error", error=error.as_dict())
+            return
+        self.send("accepted", job=name, request=dict(job.prepared.report))
+        self._queue.put(job)
+
+    def _set_family(self, family: Family) -> None:
+        self._family = family
+        self._family_known.set()
+
+    # --- jobs, on the main thread ---
+
+    def _serve(self, engine: Engine) -> None:
+        is_first = True
+        while not self._abandoned.is_set():
+            job = self._queue.get()
+            if job is None:
+                return
+            self._run(engine, job, engine.timeline if is_first else Timeline())
+            is_first = False
+
+    def _run(self, engine: Engine, job: _Job, timeline: Timeline) -> None:
+        if job.cancelled.is_set():
+            self._end(job, "cancelled")
+            return
+        assert job.prepared is not None
+        try:
+            result = engine.run(
+                job.prepared,
+                job.output,
+                timeline=timeline,
+                cancelled=job.cancelled,
+                on_phase=lambda phase: self.send("phase", job=job.name, phase=phase),
+                on_step=lambda done, total: self.send("step", job=job.name, step=done, steps=total),
+            )
+        except Cancelled:
+            self._end(job, "cancelled")
+        except WorkerError as error:
+            self._end(job, "error", error=error.as_dict())
+        else:
+            self._end(job, "done", result={**result, "headline": timeline.headline()})
+
+    def _end(self, job: _Job, event: str, **values: object) -> None:
+        self._jobs.pop(job.name, None)
+        self.send(event, job=job.name, **values)
+
+    def _fail(self, error: WorkerError) -> None:
+        self._family_known.set()
+        self.send("error", job=None, error=error.as_dict())
+
+    # --- loading, on its own thread ---
+
+    def _report_loading(self, engine: Engine) -> None:
+        try:
+            engine.wait_resident(
+                lambda done, total: self.send("loading", bytes=done, total_bytes=total),
+                every_s=_LOADING_REPORT_S,
+            )
+        except WorkerError as error:
+            self._fail(error)
+            self.stop()
+            return
+        self.send("ready", timeline={"headline": engine.timeline.headline(), "path": engine.write_timeline()})
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
