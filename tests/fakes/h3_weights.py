@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+from diffusers import MiniMaxH3Transformer3DModel
 from torch import Tensor
+from torch.nn import functional
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from runtime.families.minimax_h3.config import (
     AudioVAEConfig,
@@ -18,6 +22,7 @@ from runtime.families.minimax_h3.config import (
     VideoVAEConfig,
     VisionConfig,
 )
+from runtime.families.minimax_h3.model import adaln
 
 
 def random_config(seed: int) -> H3Config:
@@ -136,6 +141,101 @@ def randomize(module: torch.nn.Module, std: float) -> None:
             parameter.copy_(1 + 0.1 * noise if is_norm_weight else std * noise)
 
 
+FP32_MODULES = ("proj_in", "audio_proj_in", "time_embedder", "proj_out", "audio_proj_out", "rope")
+
+
+class FusedRows(torch.nn.Module):
+    """A linear layer as a slice of the product with a taller matrix.
+
+    A BLAS may sum in another order for another number of output features. Giving the oracle the same matrix as the
+    prepared directory lets tests ask for equality on any machine.
+    """
+
+    def __init__(self, weight: Tensor, rows: slice) -> None:
+        super().__init__()
+        self.weight, self.rows = weight, rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight)[..., self.rows]
+
+
+class PatchMatrix(torch.nn.Module):
+    """A convolution without overlap as a product with its flattened kernel, for the same reason."""
+
+    def __init__(self, convolution: torch.nn.Conv3d) -> None:
+        super().__init__()
+        self.weight, self.bias = convolution.weight, convolution.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x.flatten(1), self.weight.flatten(1), self.bias)
+
+
+def fuse(model: torch.nn.Module) -> None:
+    """Let every group of sibling projections of an oracle read slices of one product, in place."""
+    for module in list(model.modules()):
+        for names in (("to_q", "to_k", "to_v"), ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            if not hasattr(module, names[0]):
+                continue
+            weights = [getattr(module, name).weight.detach() for name in names]
+            fused, start = torch.cat(weights), 0
+            for name, weight in zip(names, weights, strict=True):
+                setattr(module, name, FusedRows(fused, slice(start, start + len(weight))))
+                start += len(weight)
+        if isinstance(getattr(module, "proj", None), torch.nn.Conv3d):
+            module.proj = PatchMatrix(module.proj)
+
+
+def build_transformer(
+    config: TransformerConfig, seed: int, dtype: torch.dtype, *, fused: bool = True
+) -> tuple[MiniMaxH3Transformer3DModel, dict[str, Tensor]]:
+    """The oracle DiT with random weights, and its state with the published names.
+
+    Matrices are in `dtype`, the float32 modules in float32. fused: see `FusedRows`.
+    """
+    torch.manual_seed(seed)
+    model = MiniMaxH3Transformer3DModel(**dataclasses.asdict(config)).eval()
+    randomize(model, 0.08)
+    for name, module in model.named_children():
+        module.to(torch.float32 if name in FP32_MODULES else dtype)
+    state = model.state_dict()
+    if fused:
+        fuse(model)
+    return model, state
+
+
+def build_encoder(
+    config: H3Config, seed: int, dtype: torch.dtype, *, fused: bool = True
+) -> tuple[Qwen3VLForConditionalGeneration, dict[str, Tensor]]:
+    """The oracle Qwen3-VL with random weights, all in `dtype`, and its state. fused: see `FusedRows`."""
+    torch.manual_seed(seed)
+    text = dataclasses.asdict(config.text)
+    text["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": text.pop("rope_theta"),
+        "mrope_section": list(text.pop("mrope_section")),
+        "mrope_interleaved": True,
+    }
+    del text["conditioning_layer"]
+    vision = dataclasses.asdict(config.vision)
+    vision["deepstack_visual_indexes"] = list(vision["deepstack_visual_indexes"])
+    published = Qwen3VLConfig(
+        text_config={**text, "max_position_embeddings": 4096},
+        vision_config=vision,
+        tie_word_embeddings=False,
+        **dataclasses.asdict(config.tokens),
+    )
+    model = Qwen3VLForConditionalGeneration(published).eval()
+    randomize(model, 0.1)
+    model.to(dtype)
+    # As loaded from a checkpoint: the frequencies are not stored and stay float32, which `to` does not know.
+    model.model.visual.rotary_pos_emb = type(model.model.visual.rotary_pos_emb)(published.vision_config)
+    model.model.language_model.rotary_emb = type(model.model.language_model.rotary_emb)(published.text_config)
+    state = model.state_dict()
+    if fused:
+        fuse(model)
+    return model, state
+
+
 def transformer_groups(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Published DiT tensors -> prepared groups with fused q, k, v."""
     groups: dict[str, dict[str, Tensor]] = {}
@@ -175,3 +275,33 @@ def _fuse(state: Mapping[str, Tensor], parent: str, parts: tuple[str, ...], fuse
         else:
             result[name] = value
     return result
+
+
+def modulation_groups(
+    state: Mapping[str, Tensor],
+    config: TransformerConfig,
+    key: str,
+    plans: Sequence[adaln.TimestepPlan],
+    mode: adaln.ProjectionMode = "match",
+) -> dict[str, dict[str, Tensor]]:
+    """Modulation tables of the plans, one condition row per evaluation (`condition_index` = 0, 1, 2, …)."""
+    groups: dict[str, dict[str, Tensor]] = {}
+    conditions = []
+    for evaluation, plan in enumerate(plans):
+        temb = adaln.timestep_embedding(torch.tensor(plan.timesteps), state, config)
+        a = adaln.adaln_input(temb, state["norm_out.linear.weight"].dtype)
+        sites = [f"transformer_blocks.{i}.adaln_proj.linear" for i in range(config.num_layers)]
+        *blocks, final = (
+            adaln.project(a, state[f"{site}.weight"], state[f"{site}.bias"], mode)
+            for site in [*sites, "norm_out.linear"]
+        )
+        name = f"step.{evaluation:03d}"
+        groups[f"adaln/{key}/{name}"] = {
+            f"{name}.blocks": torch.stack([adaln.block_rows(block, plan) for block in blocks]),
+            f"{name}.final": adaln.final_rows(final, plan),
+        }
+        if plan.condition is not None:
+            conditions.append(torch.stack([adaln.condition_rows(block, plan) for block in blocks]))
+    if conditions:
+        groups[f"adaln/{key}/condition"] = {"condition.blocks": torch.stack(conditions, dim=1)}
+    return groups

@@ -25,8 +25,6 @@ from runtime.families.minimax_h3.config import (
 )
 from runtime.weights import WeightSource
 
-# Row kinds of a modulation table, in order. Keyframe rows exist for tasks with keyframes only.
-KIND_VIDEO, KIND_TEXT, KIND_AUDIO, KIND_KEYFRAME = 0, 1, 2, 3
 # Term order of the six modulation vectors of a block.
 SHIFT_ATTN, SCALE_ATTN, GATE_ATTN, SHIFT_MLP, SCALE_MLP, GATE_MLP = range(6)
 # Streams of the final table, and its two vectors.
@@ -56,7 +54,7 @@ class TimestepPlan:
 
 
 class StepModulation(NamedTuple):
-    """Modulation rows of one evaluation. R = 3 row kinds (video, text, audio), or 4 with keyframes.
+    """Modulation rows of one evaluation. R = 3 row kinds (`packing.KIND_*`), or 4 with keyframes.
 
     blocks: [L, R, 6, D] stored dtype. final: [2, 2, D], (video, audio) x (shift, scale).
     """

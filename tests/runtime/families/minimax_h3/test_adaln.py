@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from loader.errors import InternalError
 from runtime.families.minimax_h3.model import adaln
+from runtime.families.minimax_h3.packing import KIND_KEYFRAME
 from tests.fakes.h3_weights import random_config
 from tests.fakes.weights import DictWeights
 
@@ -193,7 +194,7 @@ def test_tables_append_the_condition_row_of_the_evaluation():
 
     assert step.blocks.shape == (2, 4, 6, 4)
     assert torch.equal(step.blocks[:, :3], blocks)
-    assert torch.equal(step.blocks[:, adaln.KIND_KEYFRAME], condition[:, 1])
+    assert torch.equal(step.blocks[:, KIND_KEYFRAME], condition[:, 1])
 
 
 def _nearest(exact: Fraction, dtype: torch.dtype) -> float:
