@@ -1,1 +1,1 @@
-"""HTTP service. Never imports torch."""
+"""HTTP service in front of one worker process. Nothing in here imports torch."""
