@@ -110,13 +110,17 @@ def check_canvas(
 
 def nearest_canvas(width: int, height: int, limits: CanvasLimits, multiple: int) -> tuple[int, int]:
     """A legal (width, height) near any pair of integers."""
-    width, height = max(width, limits.min_edge), max(height, limits.min_edge)
-    width, height = min(width, int(limits.max_aspect * height)), min(height, int(limits.max_aspect * width))
-    if width * height > limits.max_pixels:
-        scale = math.sqrt(limits.max_pixels / (width * height))
-        floor = math.ceil(limits.min_edge / multiple) * multiple
-        return tuple(max(floor, int(side * scale) // multiple * multiple) for side in (width, height))  # type: ignore[return-value]
-    return _round_side(width, multiple), _round_side(height, multiple)
+    lowest = math.ceil(limits.min_edge / multiple) * multiple
+    short = max(lowest, _round_side(min(width, height), multiple))
+    long = min(max(short, width, height), int(limits.max_aspect * short))
+    if short * long > limits.max_pixels:
+        scale = math.sqrt(limits.max_pixels / (short * long))
+        short = max(lowest, int(short * scale) // multiple * multiple)
+        long = int(min(long * scale + multiple / 2, limits.max_aspect * short, limits.max_pixels / short))
+        long = max(short, long // multiple * multiple)
+    else:
+        long = min(_round_side(long, multiple), int(limits.max_aspect * short) // multiple * multiple)
+    return (long, short) if width >= height else (short, long)
 
 
 def aligned_frames(frames: int) -> int:
