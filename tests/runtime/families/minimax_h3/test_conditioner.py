@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -95,6 +97,20 @@ def test_rows_with_pictures_equal_transformers(seed, layout, dtype):
     config = random_config(seed)
     model, state = build_encoder(config, seed, dtype)
     tokens = stream(config, *LAYOUTS[layout])
+    patches = random_patches(tokens)
+
+    found = encode_prompt(config, prepared(state), tokens, patches, "cpu")
+
+    assert torch.equal(found, oracle(config, model, tokens, patches))
+
+
+@pytest.mark.oracle
+def test_fifty_layers_of_the_released_depth_equal_transformers():
+    small = random_config(2)
+    text = dataclasses.replace(small.text, num_hidden_layers=52, conditioning_layer=50)
+    config = dataclasses.replace(small, text=text)
+    model, state = build_encoder(config, 2, torch.bfloat16)
+    tokens = stream(config, *LAYOUTS["two"])
     patches = random_patches(tokens)
 
     found = encode_prompt(config, prepared(state), tokens, patches, "cpu")
