@@ -76,10 +76,8 @@ def test_case(case: dict[str, Any]) -> None:
     request = parse_request(body, capabilities)
     assert request.num_frames == expect.get("frames", 124)
     assert request.report()["seconds"] == expect.get("seconds", round(request.num_frames / 24, 6))
-    assert (
-        canvas.audio_samples(request.num_frames, 32_000) == expect.get("audio_samples", 165_333)
-        or "frames" in expect
-    )
+    if "audio_samples" in expect:
+        assert canvas.audio_samples(request.num_frames, 32_000) == expect["audio_samples"]
     assert request.prompt == body["prompt"]
     assert request.seed == body.get("seed", request.seed)
     assert request.seed_origin == ("request" if "seed" in body else "drawn")
@@ -258,7 +256,7 @@ def test_form_parts_are_text() -> None:
             "n": "1", "guidance_scale": "1.0", "generate_sound": "true", "num_inference_steps": "50", "flow_shift": "12"}  # fmt: skip
     request = parse_request(body, BASE, form=True)
     assert (request.prompt, request.num_frames, request.seed, request.width) == ("7", 124, 9, 768)
-    with pytest.raises(RequestError, match="n: must be an integer|num_frames: must be an integer"):
+    with pytest.raises(RequestError, match=r"n: unsupported value; found '1'"):
         parse_request(body, BASE)
     with pytest.raises(RequestError, match="seed: must be an integer"):
         parse_request({"prompt": "x", "seed": "7.5"}, BASE, form=True)
