@@ -23,6 +23,7 @@ from runtime.families.minimax_h3.config import (
     VisionConfig,
 )
 from runtime.families.minimax_h3.model import adaln
+from tests.fakes.weights import DictWeights
 
 
 def random_config(seed: int) -> H3Config:
@@ -94,6 +95,10 @@ def _transformer(rng: random.Random, text_dim: int) -> TransformerConfig:
         time_embed_hidden_dim=rng.choice([40, 48]),
         time_embed_dim=rng.choice([24, 28]),
         rope_freq_dim=rng.choice([2, 3, 4]),
+        rope_theta=rng.choice([100.0, 10000.0]),
+        norm_eps=rng.choice([1e-5, 1e-2]),
+        qk_norm_eps=rng.choice([1e-5, 2e-2]),
+        final_norm_eps=rng.choice([1e-5, 3e-2]),
     )
 
 
@@ -109,8 +114,8 @@ def _text(rng: random.Random, text_dim: int) -> TextConfig:
         num_attention_heads=kv_heads * rng.choice([1, 2, 4]),
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=1e-6,
-        rope_theta=5e6,
+        rms_norm_eps=rng.choice([1e-6, 1e-2]),
+        rope_theta=rng.choice([100.0, 5e6]),
         mrope_section=(head_dim // 2 - height - width, height, width),
         conditioning_layer=rng.choice([4, 5]),
     )
@@ -305,3 +310,12 @@ def modulation_groups(
     if conditions:
         groups[f"adaln/{key}/condition"] = {"condition.blocks": torch.stack(conditions, dim=1)}
     return groups
+
+
+def on_meta(weights: DictWeights) -> DictWeights:
+    """The same weights without data, on the meta device; gathered tables stay on the CPU as in a worker."""
+    groups = {
+        group: {name: value.to("meta") for name, value in tensors.items()}
+        for group, tensors in weights.groups.items()
+    }
+    return DictWeights(groups, weights.tables)

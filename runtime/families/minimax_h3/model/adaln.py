@@ -133,7 +133,8 @@ def project(a: Tensor, weight: Tensor, bias: Tensor, mode: ProjectionMode) -> Te
     """`a @ weight.T + bias` for the tables: [M, K] x [out, K] -> [M, out] in the dtype of `weight`.
 
     "canonical": the exact sum of products of the stored operands, rounded to float64 and then once to the stored
-    dtype. The bytes depend on neither the machine, nor the BLAS, nor M.
+    dtype. The bytes depend on neither the machine, nor the BLAS, nor M; the weight's conversion to float64 dominates,
+    so give all timesteps of a schedule at once.
     "match": one `linear`, bit-equal to the live projection with this M on this device.
     """
     if mode == "match":

@@ -12,7 +12,7 @@ from runtime.families.minimax_h3.config import H3Config
 from runtime.families.minimax_h3.model.conditioner import EMBEDDING, encode_prompt, mrope_positions
 from runtime.families.minimax_h3.tokens import ImageSpan, TokenStream
 from runtime.ops.attention import attention
-from tests.fakes.h3_weights import build_encoder, conditioner_groups, random_config
+from tests.fakes.h3_weights import build_encoder, conditioner_groups, on_meta, random_config
 from tests.fakes.weights import DictWeights
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -192,6 +192,18 @@ def test_each_layer_runs_before_the_next_group_is_asked_for():
     encode_prompt(config, weights, stream(config, (5,), ()), [], "cpu", watched)
 
     assert asked_at_attention == [(i + 1, True) for i in range(config.text.conditioning_layer)]
+
+
+def test_everything_runs_on_the_given_device():
+    config = random_config(0)
+    weights = on_meta(prepared(build_encoder(config, 0, torch.bfloat16)[1]))
+    tokens = stream(config, *LAYOUTS["two"])
+
+    rows = encode_prompt(config, weights, tokens, random_patches(tokens), "meta")
+
+    # The meta device refuses operands of another device like CUDA does.
+    assert rows.device == torch.device("meta")
+    assert rows.shape == (len(tokens.ids), config.text.hidden_size)
 
 
 def test_each_distinct_embedding_row_is_read_once():

@@ -23,6 +23,7 @@ from runtime.ops.attention import attention
 from tests.fakes.h3_weights import (
     build_transformer,
     modulation_groups,
+    on_meta,
     random_config,
     transformer_groups,
 )
@@ -249,6 +250,19 @@ def test_keyframe_rows_take_their_own_modulation():
 
     assert not torch.equal(changed.video, expected.video)
     assert (case.sequence.modulation_index[case.sequence.condition] == KIND_KEYFRAME).all()
+
+
+def test_everything_runs_on_the_device_of_the_weights():
+    case = Case(1, torch.bfloat16, anchors=("first",))
+    case.weights = on_meta(case.weights)
+    case.prompt_embeds = case.prompt_embeds.to("meta")
+    case.video, case.audio = case.video.to("meta"), case.audio.to("meta")
+
+    velocity = case.ours(1)
+
+    # The meta device refuses operands of another device like CUDA does.
+    assert velocity.video.device == velocity.audio.device == torch.device("meta")
+    assert velocity.video.shape == (case.sequence.num_video, case.config.transformer.video_row_dim)
 
 
 def test_forward_before_begin_is_refused():
