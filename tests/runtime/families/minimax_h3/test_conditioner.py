@@ -201,7 +201,7 @@ def test_everything_runs_on_the_given_device():
 
     rows = encode_prompt(config, weights, tokens, random_patches(tokens), "meta")
 
-    # The meta device refuses operands of another device like CUDA does.
+    # The meta device refuses most operands of another device, as CUDA does.
     assert rows.device == torch.device("meta")
     assert rows.shape == (len(tokens.ids), config.text.hidden_size)
 

@@ -260,7 +260,7 @@ def test_everything_runs_on_the_device_of_the_weights():
 
     velocity = case.ours(1)
 
-    # The meta device refuses operands of another device like CUDA does.
+    # The meta device refuses most operands of another device, as CUDA does.
     assert velocity.video.device == velocity.audio.device == torch.device("meta")
     assert velocity.video.shape == (case.sequence.num_video, case.config.transformer.video_row_dim)
 
