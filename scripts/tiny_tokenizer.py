@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 QWEN_SPECIAL_TOKENS = (
@@ -73,7 +74,7 @@ def learn_merges(num_merges: int) -> list[tuple[str, str]]:
     words = [["Ġ", *word] for word in _CORPUS.split()]
     merges: list[tuple[str, str]] = []
     while len(merges) < num_merges:
-        counts = Counter(pair for word in words for pair in zip(word, word[1:], strict=False))
+        counts = Counter(pair for word in words for pair in pairwise(word))
         if not counts:
             break
         best = min(counts, key=lambda pair: (-counts[pair], pair))
@@ -124,7 +125,7 @@ def write_tokenizer(directory: Path, num_base: int) -> None:
     tokenizer.post_processor = processors.ByteLevel(
         add_prefix_space=False, trim_offsets=False, use_regex=False
     )
-    tokenizer.decoder = decoders.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in QWEN_SPECIAL_TOKENS])
     tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in QWEN_PLAIN_TOKENS])
     directory.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,7 @@ def native_rows(component: str, name: str, spec: TensorSpec, config: H3Config) -
         fused, heads, head_dim = "to_qkv", vae.decoder_num_attention_heads, vae.decoder_attention_head_dim
     else:
         return (Rows(component, name, 0, spec.shape[0]),)
-    native = _rename(component, name)
+    native = native_name(component, name)
     if match := _QKV.fullmatch(native):
         slot = "qkv".index(match[2])
         starts = [(3 * head + slot) * head_dim for head in range(heads)]
@@ -93,7 +93,8 @@ def native_tensors(
     return result
 
 
-def _rename(component: str, name: str) -> str:
+def native_name(component: str, name: str) -> str:
+    """Native name of a Diffusers tensor of transformer or video VAE; q, k and v are not separate there."""
     if component == VIDEO_VAE:
         for diffusers, native in _VIDEO_VAE_PARTS:
             name = name.replace(diffusers, native)

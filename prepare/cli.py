@@ -1,0 +1,144 @@
+"""The commands `prepare` and `validate`: arguments in, one summary (or one JSON object) and an exit code out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from loader.errors import RequestError, WorkerError
+from prepare.family import DTYPES, PrepareOptions
+from prepare.progress import Progress, format_seconds, terminal_renderer
+
+
+def prepare_main(argv: Sequence[str]) -> int:
+    """`coldframe prepare CHECKPOINT TARGET`. Returns the exit code: 0, or that of the error."""
+    parser = _prepare_parser()
+    return _guarded(parser, argv, _prepare)
+
+
+def validate_main(argv: Sequence[str]) -> int:
+    """`coldframe validate DIRECTORY`. Returns the exit code: 0, or that of the error."""
+    parser = _Parser(prog="coldframe validate", description="Check every byte of a prepared directory.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--sha256", help="digest that the manifest must have")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return _guarded(parser, argv, _validate)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports wrong arguments through the project's errors, so that `--json` covers them too."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise RequestError(message, where="arguments", hint=f"see {self.prog} --help")
+
+
+def _prepare_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="coldframe prepare", description="Turn a published checkpoint into a prepared directory."
+    )
+    parser.add_argument("checkpoint", type=Path, help="published tree, either layout")
+    parser.add_argument(
+        "target", type=Path, help="new prepared directory; an interrupted prepare of it is continued"
+    )
+    parser.add_argument(
+        "--task", action="append", default=[], help="t2va or fl2va; repeatable (default: all)"
+    )
+    parser.add_argument(
+        "--schedule", action="append", default=[], help="base-<E>; repeatable (default: base-49)"
+    )
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), default="bfloat16", help="type of the stored matrices"
+    )
+    parser.add_argument(
+        "--adaln", choices=("canonical", "match"), default="canonical", help="how tables are rounded"
+    )
+    parser.add_argument("--device", default="cpu", help="where `--adaln match` computes them")
+    parser.add_argument("--variant", choices=("auto", "base", "fasth3"), default="auto")
+    parser.add_argument("--repository", default="", help="recorded in the manifest")
+    parser.add_argument("--revision", default="", help="recorded in the manifest")
+    parser.add_argument(
+        "--max-file-gib", type=float, default=8.0, help="weight files are cut before this size"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=0, help="files written at a time (default: one per CPU)"
+    )
+    parser.add_argument("--replace", action="store_true", help="replace an existing prepared directory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    from prepare.pipeline import prepare_checkpoint
+
+    if args.max_file_gib <= 0 or args.workers < 0:
+        raise RequestError("must be positive", where="--max-file-gib, --workers")
+    options = PrepareOptions(
+        tasks=tuple(args.task),
+        schedules=tuple(args.schedule),
+        dtype=args.dtype,
+        adaln=args.adaln,
+        device=args.device,
+        variant=args.variant,
+        repository=args.repository,
+        revision=args.revision,
+        max_file_bytes=int(args.max_file_gib * (1 << 30)),
+        workers=args.workers,
+    )
+    result = prepare_checkpoint(
+        args.checkpoint,
+        args.target,
+        options,
+        replace_target=args.replace,
+        report=terminal_renderer(sys.stderr),
+    )
+    for warning in result.warnings:
+        _say(f"warning: {warning}", sys.stderr)
+    if args.json:
+        _say(json.dumps({**asdict(result), "target": str(result.target)}, sort_keys=True), sys.stdout)
+        return
+    size, seconds = result.num_bytes / 1e9, format_seconds(result.seconds)
+    _say(f"{result.target}: {result.num_files} files, {size:.2f} GB in {seconds}", sys.stdout)
+    _say(f"manifest SHA-256: {result.manifest_sha256}", sys.stdout)
+    _say(f"next: coldframe validate {result.target}", sys.stdout)
+
+
+def _validate(args: argparse.Namespace) -> None:
+    from prepare.validate import require_valid, validate_directory, validation_bytes
+
+    progress = Progress(validation_bytes(args.directory), terminal_renderer(sys.stderr))
+    report = validate_directory(args.directory, args.sha256, progress.advance)
+    require_valid(report, args.directory)
+    if args.json:
+        _say(json.dumps(asdict(report), sort_keys=True), sys.stdout)
+        return
+    size = report.num_bytes / 1e9
+    _say(
+        f"{args.directory}: {report.num_files} files, {report.num_tensors} tensors, {size:.2f} GB, sound",
+        sys.stdout,
+    )
+    _say(f"manifest SHA-256: {report.manifest_sha256}", sys.stdout)
+
+
+def _guarded(
+    parser: argparse.ArgumentParser, argv: Sequence[str], command: Callable[[argparse.Namespace], None]
+) -> int:
+    """Run a command; a WorkerError becomes one line on stderr (or one JSON object on stdout) and its exit code."""
+    try:
+        command(parser.parse_args(list(argv)))
+    except WorkerError as error:
+        if "--json" in argv:
+            _say(json.dumps({"error": error.as_dict()}, sort_keys=True), sys.stdout)
+        else:
+            _say(f"error: {error}".encode(errors="backslashreplace").decode(), sys.stderr)
+        return error.exit_code
+    except SystemExit as leaving:  # --help
+        return int(leaving.code or 0)
+    return 0
+
+
+def _say(text: str, stream: object) -> None:
+    print(text, file=stream)  # type: ignore[call-overload]  # noqa: T201 - this module is a command's front end

@@ -1,0 +1,90 @@
+"""Model families that can be prepared. Entries are module names, imported on use; this is the registry's only place.
+
+A family module has one function, `open_source(checkpoint, options) -> FamilySource`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from loader.errors import RequestError
+from prepare.adaln import Table
+from prepare.recipe import Recipe
+from prepare.repack import Sources
+from runtime.families.minimax_h3.config import TransformerConfig
+
+FAMILIES = {"minimax_h3": "prepare.families.minimax_h3.source"}
+
+DTYPES = {"bfloat16": "BF16", "float32": "F32"}
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """What the caller chooses. Everything but `device` and `workers` decides bytes and is written to the manifest.
+
+    tasks, schedules: empty means what the checkpoint's release is for.
+    dtype: `bfloat16` stores published types, `float32` widens everything.
+    adaln: how tables are computed; `device` only matters for `match`.
+    max_file_bytes: weight files are cut before this size. workers: files written at the same time; 0 = by CPUs.
+    """
+
+    tasks: tuple[str, ...] = ()
+    schedules: tuple[str, ...] = ()
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    adaln: Literal["canonical", "match"] = "canonical"
+    device: str = "cpu"
+    variant: Literal["auto", "base", "fasth3"] = "auto"
+    repository: str = ""
+    revision: str = ""
+    max_file_bytes: int = 8 << 30
+    workers: int = 0
+
+
+class FamilySource(Protocol):
+    """One opened checkpoint: everything checked that headers and configurations can tell."""
+
+    root: Path
+    layout: str
+    family: str
+    variant: str
+    notes: Sequence[str]
+    tasks: Sequence[str]
+    sources: Sources
+    recipe: Recipe
+    tables: Sequence[Table]
+    tokenizer: bytes
+    orders: Mapping[str, Sequence[str]]
+    read_files: Sequence[Path]
+    modulation: TransformerConfig
+
+    def config(self) -> dict[str, Any]:
+        """Sizes of all networks, as the manifest stores them."""
+        ...
+
+    def row_layout(self) -> Mapping[str, str]:
+        """Row orders of fused tensors, as the manifest stores them."""
+        ...
+
+    def projection_name(self, name: str) -> str:
+        """Diffusers name of an AdaLN tensor -> its name in this checkpoint."""
+        ...
+
+
+OpenSource = Callable[[Path, PrepareOptions], FamilySource]
+
+
+def open_source(checkpoint: Path, options: PrepareOptions, family: str = "minimax_h3") -> FamilySource:
+    """Open a checkpoint of a family.
+
+    Raises: RequestError: unknown family. ArtifactError, CapabilityError: see the family.
+    """
+    if family not in FAMILIES:
+        raise RequestError(
+            "unknown model family", where="family", found=repr(family), expected=", ".join(FAMILIES)
+        )
+    opener: OpenSource = importlib.import_module(FAMILIES[family]).open_source
+    return opener(checkpoint, options)

@@ -1,0 +1,270 @@
+"""Checkpoint in, prepared directory out: check, reserve, write files in parallel, tables, manifest, publish."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from loader.errors import ArtifactError
+from loader.manifest import MANIFEST_NAME, encode_manifest
+from prepare.adaln import ProjectionSource, TableFile, projection_bytes, write_tables
+from prepare.digests import FileDigests
+from prepare.family import DTYPES, FamilySource, PrepareOptions, open_source
+from prepare.file_plan import PlannedFile, plan_weight_files
+from prepare.progress import Progress, ProgressReport
+from prepare.publish import FreeBytes, Staging, free_disk_bytes, open_staging
+from prepare.repack import PIECE_BYTES, SourceReader, write_prepared_file
+from prepare.scan import FiniteScan, zero_warnings
+from prepare.writer import TOKENIZER_PATH, WrittenFiles, build_manifest, byte_options, writer_version
+
+_MAX_WORKERS = 16  # each holds about 50 MB
+_TABLES = "tables"  # ledger record of all modulation tables together
+
+
+@dataclass(frozen=True)
+class PrepareResult:
+    """A published directory. `reused_files`: finished by an interrupted prepare before."""
+
+    target: Path
+    manifest_sha256: str
+    num_files: int
+    num_bytes: int
+    seconds: float
+    reused_files: int
+    warnings: tuple[str, ...]
+
+
+def prepare_checkpoint(
+    checkpoint: Path,
+    target: Path,
+    options: PrepareOptions | None = None,
+    *,
+    replace_target: bool = False,
+    report: Callable[[ProgressReport], None] | None = None,
+    free_bytes: FreeBytes = free_disk_bytes,
+) -> PrepareResult:
+    """Prepare `checkpoint` into the new directory `target`, or continue an interrupted attempt.
+
+    Args:
+        checkpoint: published tree in either layout. target: must not exist, unless `replace_target`.
+        report: called with progress, from any thread. free_bytes: free disk space of a folder.
+    Raises: ArtifactError: the checkpoint is unusable (nothing is published, all problems of one kind are listed).
+    RequestError: unknown task or schedule. CapabilityError: disk full, or another prepare of this target is running.
+    """
+    started = time.monotonic()
+    options = options or PrepareOptions()
+    source = open_source(checkpoint, options)
+    plans = plan_weight_files(source.recipe.groups, source.family, options.max_file_bytes)
+    with open_staging(
+        target.absolute(), _fingerprint(source, options, plans), replace=replace_target
+    ) as staging:
+        run = _Run(source, options, staging, plans, report)
+        reused = run.num_finished()
+        staging.check_space(run.bytes_to_write(), free_bytes)
+        written = run.write_files()
+        manifest = encode_manifest(build_manifest(source, options, run.source_files(), written))
+        with staging.new_file(MANIFEST_NAME) as file:
+            file.write(manifest)
+        staging.publish()
+    sizes = [digests.size for _, digests in written.files] + [written.tokenizer.size, len(manifest)]
+    return PrepareResult(
+        target=target,
+        manifest_sha256=hashlib.sha256(manifest).hexdigest(),
+        num_files=len(sizes),
+        num_bytes=sum(sizes),
+        seconds=time.monotonic() - started,
+        reused_files=reused,
+        warnings=(*source.notes, *run.warnings()),
+    )
+
+
+def _fingerprint(source: FamilySource, options: PrepareOptions, plans: list[PlannedFile]) -> str:
+    """Digest of everything that decides bytes; source files by size and time, because hashing them takes minutes."""
+    states = {
+        str(path): (status.st_size, status.st_mtime_ns)
+        for path in source.read_files
+        for status in [path.stat()]
+    }
+    identity = {
+        "writer": writer_version(),
+        "options": byte_options(source, options),
+        "origin": [options.repository, options.revision, source.layout, str(source.root)],
+        "config": source.config(),
+        "headers": [hashlib.sha256(plan.header).hexdigest() for plan in plans],
+        "sources": states,
+    }
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+class _Stopped(Exception):
+    """Another worker failed; this one gives up."""
+
+
+class _Run:
+    """The work of one prepare. Every unit records itself in the ledger when it is done, and is skipped if it was."""
+
+    def __init__(
+        self,
+        source: FamilySource,
+        options: PrepareOptions,
+        staging: Staging,
+        plans: Sequence[PlannedFile],
+        report: Callable[[ProgressReport], None] | None,
+    ) -> None:
+        self._source, self._options, self._staging, self._plans = source, options, staging, plans
+        self._stop = threading.Event()
+        weights = [[path] for path in source.read_files if path.suffix == ".safetensors"]
+        # One unit for all the small files: every record costs a flush to disk.
+        self._hash_units = [*weights, [path for path in source.read_files if path.suffix != ".safetensors"]]
+        self._progress = Progress(self._bytes_to_process(), report)
+
+    def num_finished(self) -> int:
+        """Output files that an interrupted attempt left finished."""
+        return sum(self._is_done(plan.path) for plan in self._all_plans())
+
+    def bytes_to_write(self) -> int:
+        """Bytes of output files that are not finished."""
+        sizes = [plan.num_bytes for plan in self._all_plans() if not self._is_done(plan.path)]
+        return sum(sizes) + len(self._source.tokenizer)
+
+    def write_files(self) -> WrittenFiles:
+        """Write what is missing: weight files and source digests in parallel, then the tables, which use all cores."""
+        jobs: list[Future[None]] = []
+        with ThreadPoolExecutor(self._num_workers(), thread_name_prefix="prepare") as pool:
+            jobs += [pool.submit(self._write_weights, plan) for plan in self._plans]
+            jobs += [pool.submit(self._hash_sources, paths) for paths in self._hash_units]
+            try:
+                wait(jobs, return_when=FIRST_EXCEPTION)
+            finally:
+                if not all(job.done() for job in jobs):
+                    self._stop.set()
+                    pool.shutdown(cancel_futures=True)
+        _raise_first(jobs)
+        self._write_tables()
+        self._write_tokenizer()
+        return WrittenFiles(
+            files=[(plan, self._digests(plan.path)) for plan in self._all_plans()],
+            tokenizer=self._digests(TOKENIZER_PATH),
+            weights_sha256=str(self._staging.finished(_TABLES)["weights_sha256"]),
+        )
+
+    def source_files(self) -> dict[str, Mapping[str, object]]:
+        """Relative path -> size and SHA-256 of every file of the checkpoint that was read."""
+        records = [self._staging.finished(_unit_name(paths))["files"] for paths in self._hash_units]
+        return {name: state for record in records for name, state in record.items()}
+
+    def warnings(self) -> list[str]:
+        """Warnings about single tensors, in file order."""
+        names = [*(plan.path for plan in self._plans), _TABLES]
+        return [warning for name in names for warning in self._staging.finished(name)["warnings"]]
+
+    def _all_plans(self) -> list[PlannedFile]:
+        return [*self._plans, *(table.file for table in self._source.tables)]
+
+    def _is_done(self, name: str) -> bool:
+        return self._staging.finished(name) is not None
+
+    def _digests(self, path: str) -> FileDigests:
+        return FileDigests.from_json(self._staging.finished(path))
+
+    def _finish(self, path: str, digests: FileDigests, warnings: Sequence[str]) -> None:
+        self._staging.finish(path, {**digests.to_json(), "warnings": warnings})
+
+    def _num_workers(self) -> int:
+        return self._options.workers or min(_MAX_WORKERS, len(os.sched_getaffinity(0)))
+
+    def _bytes_to_process(self) -> int:
+        """Bytes that progress counts: hashed source files, read tensors, read projections."""
+        hashed = [
+            path for paths in self._hash_units if not self._is_done(_unit_name(paths)) for path in paths
+        ]
+        outputs = [plan for plan in self._plans if not self._is_done(plan.path)]
+        tables = 0 if self._is_done(_TABLES) else projection_bytes(self._source.modulation)
+        return sum(path.stat().st_size for path in hashed) + sum(map(self._read_bytes, outputs)) + tables
+
+    def _read_bytes(self, plan: PlannedFile) -> int:
+        return sum(placed.end - placed.begin for placed in plan.tensors if placed.output is not None)
+
+    def _advance(self, num_bytes: int) -> None:
+        if self._stop.is_set():
+            raise _Stopped
+        self._progress.advance(num_bytes)
+
+    def _write_weights(self, plan: PlannedFile) -> None:
+        if self._is_done(plan.path):
+            return
+        scan = FiniteScan()
+        with self._staging.new_file(plan.path) as file:
+            digests = write_prepared_file(plan, file, self._source.sources, scan, self._advance)
+        self._finish(plan.path, digests, zero_warnings(scan.zero_tensors()))
+
+    def _hash_sources(self, paths: Sequence[Path]) -> None:
+        if self._is_done(_unit_name(paths)):
+            return
+        root = self._source.root
+        files = {path.relative_to(root).as_posix(): _hash_file(path, self._advance) for path in paths}
+        self._staging.finish(_unit_name(paths), {"files": files})
+
+    def _write_tables(self) -> None:
+        if self._is_done(_TABLES):
+            return
+        scan, source = FiniteScan(), self._source
+        with ExitStack() as stack:
+            reader = stack.enter_context(SourceReader(source.sources))
+            files = [
+                TableFile.create(table, stack.enter_context(self._staging.new_file(table.file.path)))
+                for table in source.tables
+            ]
+            dtype = DTYPES[self._options.dtype]
+            projections = ProjectionSource(
+                source.sources, source.projection_name, reader, dtype, scan, self._advance
+            )
+            options = self._options
+            sha256 = write_tables(files, projections, source.modulation, options.adaln, options.device)
+            digests = [file.digests() for file in files]
+        for table, result in zip(source.tables, digests, strict=True):
+            self._finish(table.file.path, result, [])
+        record = {"weights_sha256": sha256, "warnings": zero_warnings(scan.zero_tensors())}
+        self._staging.finish(_TABLES, record)
+
+    def _write_tokenizer(self) -> None:
+        if self._is_done(TOKENIZER_PATH):
+            return
+        data = self._source.tokenizer
+        with self._staging.new_file(TOKENIZER_PATH) as file:
+            file.write(data)
+        self._finish(TOKENIZER_PATH, FileDigests(len(data), hashlib.sha256(data).hexdigest(), (), {}), [])
+
+
+def _unit_name(paths: Sequence[Path]) -> str:
+    """Ledger record of one group of source files."""
+    return f"source {paths[0]}"
+
+
+def _hash_file(path: Path, advance: Callable[[int], None]) -> dict[str, object]:
+    digest, size, buffer = hashlib.sha256(), 0, bytearray(PIECE_BYTES)
+    try:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(memoryview(buffer)[:count])
+                size += count
+                advance(count)
+    except OSError as error:
+        raise ArtifactError(f"cannot be read ({error.strerror})", where=path.name) from error
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+def _raise_first(jobs: Sequence[Future[None]]) -> None:
+    """Raise the first failure that is not a consequence of another one."""
+    for job in jobs:
+        error = None if job.cancelled() else job.exception()
+        if error is not None and not isinstance(error, _Stopped):
+            raise error

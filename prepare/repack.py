@@ -1,0 +1,141 @@
+"""Stream published tensors into one prepared file: row ranges in, bytes, digests and finite check out.
+
+Memory: one buffer of `PIECE_BYTES` (and its widened form) per call, whatever the size of tensor, file or checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, BinaryIO
+
+from loader.errors import ArtifactError
+from loader.header import DTYPE_BYTES
+from prepare.checkpoint import SourceTensor
+from prepare.digests import ChunkDigests, EdgeDigest, FileDigests
+from prepare.file_plan import PlannedFile
+from prepare.recipe import OutputTensor, Rows
+from prepare.scan import FiniteScan
+
+if TYPE_CHECKING:
+    import numpy as np
+
+PIECE_BYTES = 8 << 20
+
+Sources = Mapping[str, Mapping[str, SourceTensor]]
+Advance = Callable[[int], None]
+
+
+class SourceReader:
+    """Positional reads from published files; descriptors stay open until `close`. One thread per reader."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._descriptors: dict[Path, int] = {}
+        self._buffer = bytearray(PIECE_BYTES)
+
+    def __enter__(self) -> SourceReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files; works twice."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def pieces(self, rows: Rows) -> Iterator[memoryview]:
+        """Bytes of a row range in pieces of whole rows, or of parts of one row if a row is larger than the buffer.
+
+        A piece is valid until the next one is taken.
+        Raises: ArtifactError: the file became shorter, or cannot be read.
+        """
+        tensor = self._sources[rows.component][rows.tensor]
+        row_bytes = tensor.num_bytes // tensor.shape[0]
+        position = tensor.offset + rows.start * row_bytes
+        end = tensor.offset + rows.stop * row_bytes
+        width = DTYPE_BYTES[tensor.dtype]
+        step = max(PIECE_BYTES // row_bytes * row_bytes, min(row_bytes, PIECE_BYTES // width * width))
+        while position < end:
+            view = memoryview(self._buffer)[: min(step, end - position)]
+            self._read(tensor.path, position, view)
+            yield view
+            position += len(view)
+
+    def _read(self, path: Path, position: int, view: memoryview) -> None:
+        try:
+            descriptor = self._descriptors.get(path)
+            if descriptor is None:
+                descriptor = self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            while len(view):
+                count = os.preadv(descriptor, [view], position)
+                if count == 0:
+                    raise ArtifactError(
+                        "file became shorter while it was read", where=path.name, found=f"{position} bytes"
+                    )
+                view = view[count:]
+                position += count
+        except OSError as error:
+            raise ArtifactError(f"cannot be read ({error.strerror})", where=path.name) from error
+
+
+def output_pieces(
+    tensor: OutputTensor, reader: SourceReader, sources: Sources, scan: FiniteScan
+) -> Iterator[memoryview]:
+    """Bytes of one prepared tensor, in order, each piece scanned and, for float32 output, widened."""
+    for rows in tensor.parts:
+        dtype = sources[rows.component][rows.tensor].dtype
+        for piece in reader.pieces(rows):
+            words = as_words(piece, dtype)
+            scan.check(f"{rows.component}/{rows.tensor}", dtype, words)
+            yield piece if dtype == tensor.spec.dtype else widen(words)
+
+
+def as_words(piece: memoryview, dtype: str) -> np.ndarray:
+    """The piece as unsigned integers of its element width; no copy."""
+    import numpy as np
+
+    return np.frombuffer(piece, np.uint16 if DTYPE_BYTES[dtype] == 2 else np.uint32)
+
+
+def widen(words: np.ndarray) -> memoryview:
+    """bfloat16 bit patterns -> float32 bytes, exactly: the lower half of the pattern is zero."""
+    import numpy as np
+
+    return (words.astype(np.uint32) << np.uint32(16)).data.cast("B")
+
+
+def write_prepared_file(
+    plan: PlannedFile, target: BinaryIO, sources: Sources, scan: FiniteScan, advance: Advance
+) -> FileDigests:
+    """Write header and data of one file.
+
+    Args:
+        target: open for writing, at its start.
+        advance: called with the number of bytes after every piece; may raise to stop.
+    Raises: ArtifactError: unreadable source, or weights that are not finite (all of this file's, at its end).
+    """
+    digests, edges = ChunkDigests(plan.header), {}
+    target.write(plan.header)
+    with SourceReader(sources) as reader:
+        for placed in plan.tensors:
+            if placed.output is None:
+                filler = memoryview(bytes(placed.end - placed.begin))
+                target.write(filler)
+                digests.update(filler)
+                continue
+            edge = EdgeDigest()
+            for piece in output_pieces(placed.output, reader, sources, scan):
+                target.write(piece)
+                digests.update(piece)
+                edge.update(piece)
+                advance(len(piece))
+            edges[placed.output.name] = edge.finish()
+    scan.raise_if_bad()
+    sha256, chunks = digests.finish()
+    return FileDigests(plan.num_bytes, sha256, chunks, edges)
