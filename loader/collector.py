@@ -1,0 +1,170 @@
+"""The CPU transport: the reader writes straight into host arenas, a thread counts what arrived."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from loader import reader as wire
+from loader.arena import DeviceArena, HostArena
+from loader.errors import CapabilityError, InternalError, WorkerError
+from loader.intake import Intake, Record
+from loader.progress import LoadProgress, closed_error
+from loader.reader_link import ReaderLink
+from loader.row_gather import RowDesk
+
+_REPORT_S = 5.0
+
+
+class Transport(Protocol):
+    """What a stream needs from whoever fills its arenas."""
+
+    def start(self) -> None: ...
+
+    def arena(self, index: int) -> HostArena | DeviceArena:
+        """After a group of that arena is ready."""
+        ...
+
+    def order_after(self, group: int, cuda_stream: int | None) -> None:
+        """Make a CUDA stream (None = the caller's current one) wait for a ready group; nothing on the CPU."""
+        ...
+
+    def send(self, kind: int) -> None:
+        """A control message without payload for the reader."""
+        ...
+
+    def close(self) -> None:
+        """Stop at a safe point and release everything but handed-out memory. May be called again."""
+        ...
+
+
+class Patience:
+    """Reports a slow load every 5 s and gives up after `max_load_s`."""
+
+    def __init__(self, progress: LoadProgress, total_bytes: int, max_load_s: float | None) -> None:
+        self._progress = progress
+        self._total = total_bytes
+        self._max = max_load_s
+        self._begin = time.monotonic()
+        self._next = self._begin + _REPORT_S
+
+    def left_ms(self) -> int:
+        """How long to wait before `check` again."""
+        limit = self._next if self._max is None else min(self._next, self._begin + self._max)
+        return max(0, int((limit - time.monotonic()) * 1000) + 1)
+
+    def check(self) -> None:
+        """Raises: CapabilityError: the deadline has passed."""
+        now = time.monotonic()
+        size = self._progress.arrived_bytes
+        elapsed = now - self._begin
+        if now >= self._next:
+            self._next = now + _REPORT_S
+            self._progress.mark(f"loading: {size} of {self._total} bytes after {elapsed:.1f} s", size=size)
+        if self._max is not None and elapsed > self._max:
+            rate = size / elapsed
+            expected = f"{self._total / rate:.1f} s" if rate else "no first byte yet"
+            raise CapabilityError(
+                f"storage is too slow: {size} of {self._total} bytes after {elapsed:.1f} s",
+                where="max_load_s",
+                found=f"{rate / 1e9:.3f} GB/s, expected time {expected}",
+                expected=f"{self._max} s",
+                hint="raise the limit, or keep the weights on faster storage",
+            )
+
+
+def iter_records(data: bytes) -> Iterator[Record]:
+    yield from wire.RECORD.iter_unpack(data)
+
+
+class Collector:
+    """Reads records until the reader ends; then fails or has been closed. Owns the link."""
+
+    def __init__(
+        self,
+        link: ReaderLink,
+        arenas: Sequence[HostArena],
+        intake: Intake,
+        progress: LoadProgress,
+        rows: RowDesk,
+        patience: Patience,
+    ) -> None:
+        self._link = link
+        self._arenas = list(arenas)
+        self._intake = intake
+        self._progress = progress
+        self._rows = rows
+        self._patience = patience
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="coldframe-collector", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def arena(self, index: int) -> HostArena:
+        return self._arenas[index]
+
+    def order_after(self, group: int, cuda_stream: int | None) -> None:
+        return None
+
+    def send(self, kind: int) -> None:
+        self._link.send(kind)
+
+    def close(self) -> None:
+        self._is_closing = True
+        self._progress.fail(closed_error())
+        self._rows.fail(closed_error())
+        self._link.stop()
+        self._thread.join()
+        self._link.close()
+        self._arenas.clear()
+
+    def _run(self) -> None:
+        try:
+            self._collect()
+        except WorkerError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - border of a thread: reported to everyone who waits
+            self._fail(InternalError(f"collector failed: {error!r}", where="loader.collector"))
+
+    def _collect(self) -> None:
+        poll = select.poll()
+        poll.register(self._link.records_fd, select.POLLIN)
+        while True:
+            if not self._intake.is_done:
+                while not poll.poll(self._patience.left_ms()):
+                    self._patience.check()
+                self._patience.check()
+            data = self._link.read_records()
+            if not data:
+                return self._at_end()
+            for record in iter_records(data):
+                if record[0] == wire.FULL:
+                    self._arrived(record)
+                else:
+                    self._intake.handle(record)
+
+    def _arrived(self, record: Record) -> None:
+        _, chunk, _, _, _, start, end, _, _, checked = record
+        complete = self._progress.arrived(chunk, start, end, checked == wire.WHOLE)
+        if complete:
+            self._progress.mark_ready(complete)
+
+    def _at_end(self) -> None:
+        if self._is_closing:
+            return
+        error = self._intake.reader_gone()
+        if not self._intake.is_done:
+            raise error
+        self._rows.fail(error)  # everything has arrived; only rows cannot be had any more
+        self._link.stop()
+
+    def _fail(self, error: WorkerError) -> None:
+        """Leave nothing behind, then tell everyone."""
+        self._link.stop(drain=True)
+        self._arenas.clear()
+        self._progress.fail(error)
+        self._rows.fail(error)

@@ -1,0 +1,238 @@
+"""The CUDA driver calls that the loader uses, and nothing else of CUDA. The only file that imports `cuda.bindings`.
+
+Handles are plain integers. Every return code is checked. Each thread that calls in must have a current context:
+`use_context` first. A fake with the same methods stands in for tests.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Protocol
+
+from loader.errors import CapabilityError, InternalError
+
+if TYPE_CHECKING:
+    from loader.arena import DeviceArena
+
+_REGISTER_PORTABLE = 1
+_STREAM_NON_BLOCKING = 1
+_EVENT_DISABLE_TIMING = 2
+_SUCCESS, _OUT_OF_MEMORY, _NOT_READY = 0, 2, 600
+
+
+class PinningRefused(Exception):
+    """The driver will not pin this memory; the load goes on without."""
+
+
+class Driver(Protocol):
+    """Raises of all methods: CapabilityError where something is missing here, InternalError for failed calls."""
+
+    def retain_context(self, ordinal: int) -> int:
+        """Initialise the driver; the device's primary context, which is never released."""
+        ...
+
+    def use_context(self, context: int) -> None:
+        """Make it current in this thread, unless this thread has a current context."""
+        ...
+
+    def memory_info(self) -> tuple[int, int]:
+        """(free, total) bytes of the device."""
+        ...
+
+    def alloc(self, size: int) -> int: ...
+
+    def free(self, pointer: int) -> None:
+        """Waits for the device."""
+        ...
+
+    def host_register(self, address: int, size: int) -> None:
+        """Pin pages that exist. Raises: PinningRefused."""
+        ...
+
+    def host_unregister(self, address: int) -> None: ...
+
+    def host_alloc(self, size: int) -> int:
+        """Pinned memory of the driver's own. Raises: PinningRefused."""
+        ...
+
+    def host_free(self, address: int) -> None: ...
+
+    def stream_create(self) -> int:
+        """A stream that does not wait for the default stream."""
+        ...
+
+    def stream_destroy(self, stream: int) -> None: ...
+
+    def stream_synchronize(self, stream: int) -> None: ...
+
+    def copy_async(self, target: int, source: int, size: int, stream: int) -> None:
+        """Host to device; `source` must stay untouched until an event recorded after it is complete."""
+        ...
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        """Host to device from pageable memory; `source` is free on return."""
+        ...
+
+    def event_create(self) -> int: ...
+
+    def event_destroy(self, event: int) -> None: ...
+
+    def event_record(self, event: int, stream: int) -> None: ...
+
+    def event_query(self, event: int) -> bool: ...
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        """`event` must have been recorded; otherwise CUDA waits for nothing."""
+        ...
+
+    def caller_stream(self, ordinal: int) -> int:
+        """The current stream of the calling thread, as its torch sees it."""
+        ...
+
+    def expose(self, arena: DeviceArena) -> object:
+        """What torch can view without a copy: it has `__cuda_array_interface__` or is a buffer."""
+        ...
+
+
+def address_of(memory: object) -> int:
+    """Address of a writable buffer."""
+    import ctypes
+
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # type: ignore[arg-type]
+
+
+class CudaDriver:
+    """`cuda.bindings`, imported on first use (about 40 ms).
+
+    Raises: CapabilityError: the package or the driver library is missing.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from cuda.bindings import driver
+        except (ImportError, RuntimeError) as error:
+            raise CapabilityError(
+                f"no CUDA driver interface: {error}",
+                where="cuda.bindings",
+                hint="install cuda-bindings 13 and run on a machine with an NVIDIA driver, or use the CPU",
+            ) from error
+        self._cu: Any = driver
+
+    def _check(self, call: str, result: tuple[Any, ...]) -> Any:
+        code = int(result[0])
+        if code == _SUCCESS:
+            return result[1] if len(result) > 1 else None
+        raise InternalError(f"{call} failed: {self._text(result[0])}", where="CUDA driver", found=code)
+
+    def _text(self, code: Any) -> str:
+        status, name = self._cu.cuGetErrorName(code)
+        return name.decode() if int(status) == _SUCCESS else f"error {int(code)}"
+
+    def retain_context(self, ordinal: int) -> int:
+        cu = self._cu
+        result = cu.cuInit(0)
+        if int(result[0]) != _SUCCESS:
+            raise CapabilityError(
+                f"CUDA cannot start: {self._text(result[0])}",
+                where="cuInit",
+                hint="check that the container has a GPU and a driver for CUDA 13",
+            )
+        count = self._check("cuDeviceGetCount", cu.cuDeviceGetCount())
+        if ordinal >= count:
+            raise CapabilityError(
+                "no such CUDA device", where="device", found=ordinal, expected=f"0..{count - 1}"
+            )
+        device = self._check("cuDeviceGet", cu.cuDeviceGet(ordinal))
+        return int(self._check("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(device)))
+
+    def use_context(self, context: int) -> None:
+        if int(self._check("cuCtxGetCurrent", self._cu.cuCtxGetCurrent())) == 0:
+            self._check("cuCtxSetCurrent", self._cu.cuCtxSetCurrent(self._cu.CUcontext(context)))
+
+    def memory_info(self) -> tuple[int, int]:
+        code, free, total = self._cu.cuMemGetInfo()
+        self._check("cuMemGetInfo", (code,))
+        return int(free), int(total)
+
+    def alloc(self, size: int) -> int:
+        result = self._cu.cuMemAlloc(size)
+        if int(result[0]) == _OUT_OF_MEMORY:
+            free, total = self.memory_info()
+            raise CapabilityError(
+                "device memory is short",
+                where="cuMemAlloc",
+                found=f"{free} of {total} bytes free",
+                expected=f"{size} bytes",
+            )
+        return int(self._check("cuMemAlloc", result))
+
+    def free(self, pointer: int) -> None:
+        self._check("cuMemFree", self._cu.cuMemFree(pointer))
+
+    def host_register(self, address: int, size: int) -> None:
+        result = self._cu.cuMemHostRegister(address, size, _REGISTER_PORTABLE)
+        if int(result[0]) != _SUCCESS:
+            raise PinningRefused(f"cuMemHostRegister of {size} bytes: {self._text(result[0])}")
+
+    def host_unregister(self, address: int) -> None:
+        self._check("cuMemHostUnregister", self._cu.cuMemHostUnregister(address))
+
+    def host_alloc(self, size: int) -> int:
+        result = self._cu.cuMemHostAlloc(size, _REGISTER_PORTABLE)
+        if int(result[0]) != _SUCCESS:
+            raise PinningRefused(f"cuMemHostAlloc of {size} bytes: {self._text(result[0])}")
+        return int(result[1])
+
+    def host_free(self, address: int) -> None:
+        self._check("cuMemFreeHost", self._cu.cuMemFreeHost(address))
+
+    def stream_create(self) -> int:
+        return int(self._check("cuStreamCreate", self._cu.cuStreamCreate(_STREAM_NON_BLOCKING)))
+
+    def stream_destroy(self, stream: int) -> None:
+        self._check("cuStreamDestroy", self._cu.cuStreamDestroy(self._cu.CUstream(stream)))
+
+    def stream_synchronize(self, stream: int) -> None:
+        self._check("cuStreamSynchronize", self._cu.cuStreamSynchronize(self._cu.CUstream(stream)))
+
+    def copy_async(self, target: int, source: int, size: int, stream: int) -> None:
+        self._check(
+            "cuMemcpyHtoDAsync", self._cu.cuMemcpyHtoDAsync(target, source, size, self._cu.CUstream(stream))
+        )
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        self._check("cuMemcpyHtoD", self._cu.cuMemcpyHtoD(target, source, size))
+
+    def event_create(self) -> int:
+        return int(self._check("cuEventCreate", self._cu.cuEventCreate(_EVENT_DISABLE_TIMING)))
+
+    def event_destroy(self, event: int) -> None:
+        self._check("cuEventDestroy", self._cu.cuEventDestroy(self._cu.CUevent(event)))
+
+    def event_record(self, event: int, stream: int) -> None:
+        self._check(
+            "cuEventRecord", self._cu.cuEventRecord(self._cu.CUevent(event), self._cu.CUstream(stream))
+        )
+
+    def event_query(self, event: int) -> bool:
+        result = self._cu.cuEventQuery(self._cu.CUevent(event))
+        if int(result[0]) == _NOT_READY:
+            return False
+        self._check("cuEventQuery", result)
+        return True
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        self._check(
+            "cuStreamWaitEvent",
+            self._cu.cuStreamWaitEvent(self._cu.CUstream(stream), self._cu.CUevent(event), 0),
+        )
+
+    def caller_stream(self, ordinal: int) -> int:
+        if "torch" not in sys.modules:
+            return 0
+        from loader import torch_api
+
+        return torch_api.current_stream(ordinal)
+
+    def expose(self, arena: DeviceArena) -> object:
+        return arena

@@ -1,0 +1,74 @@
+"""How a load runs, as opposed to what it loads."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from loader.errors import CapabilityError
+from loader.plan_wire import VERIFY_LEVELS
+
+if TYPE_CHECKING:
+    from loader.driver import Driver
+
+PATHS = ("A", "B", "C", "D", "E")
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """Everything is optional; None means: chosen by budget or by probing.
+
+    Attributes:
+        threads: reader threads.
+        verify: "edges" (default), "full" or "auto"; what each finds is in `loader.verify`.
+        path: force a rung of the ladder, "A" … "E" (see `loader.ladder`).
+        reader: force "child" or "threads".
+        ring_bytes, slot_bytes: size of the host ring and of its slots; multiples of 4096.
+        reserve_bytes: device memory that must stay free besides the arenas.
+        storage_gbps: throttle in 10^9 bytes per second, for experiments.
+        max_load_s: give up after this time.
+        storage_fault: test hook of the reader.
+        driver: another implementation of the driver calls, for tests.
+    """
+
+    threads: int | None = None
+    verify: str = "edges"
+    path: str | None = None
+    reader: str | None = None
+    ring_bytes: int | None = None
+    slot_bytes: int | None = None
+    reserve_bytes: int = 0
+    storage_gbps: float | None = None
+    max_load_s: float | None = None
+    storage_fault: str = ""
+    driver: Driver | None = None
+
+    def __post_init__(self) -> None:
+        _check("verify", self.verify, VERIFY_LEVELS)
+        _check("path", self.path, (None, *PATHS))
+        _check("reader", self.reader, (None, "child", "threads"))
+        for name in ("threads", "ring_bytes", "slot_bytes", "storage_gbps", "max_load_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise CapabilityError("option must be positive", where=name, found=value)
+        for name in ("ring_bytes", "slot_bytes"):
+            if (getattr(self, name) or 0) % 4096:
+                raise CapabilityError(
+                    "option must be a multiple of 4096", where=name, found=getattr(self, name)
+                )
+
+
+def _check(name: str, value: object, allowed: object) -> None:
+    if value not in allowed:  # type: ignore[operator]
+        raise CapabilityError("unknown option value", where=name, found=repr(value), expected=list(allowed))  # type: ignore[call-overload]
+
+
+def device_ordinal(device: str) -> int:
+    """-1 for "cpu", N for "cuda:N", 0 for "cuda". Raises: CapabilityError."""
+    if not _DEVICE.fullmatch(device):
+        raise CapabilityError(
+            "unknown device", where="device", found=repr(device), expected="cpu, cuda, cuda:<number>"
+        )
+    return -1 if device == "cpu" else int(device.partition(":")[2] or 0)

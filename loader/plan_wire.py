@@ -1,0 +1,142 @@
+"""A LoadPlan as the bytes that the reader understands, and the tables that turn its records back into names."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from loader import reader as wire
+from loader.load_plan import LoadPlan, PlanChunk, PlanTensor
+from loader.manifest import EDGE_BYTES
+
+VERIFY_LEVELS: Mapping[str, int] = {"edges": wire.EDGES, "full": wire.WHOLE, "auto": wire.AUTO}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSettings:
+    """How the reader works. `rate`: bytes per second, 0 = unthrottled; `pool_bytes`: ring or arenas."""
+
+    mode: int
+    threads: int
+    verify: int
+    slot_bytes: int
+    pool_bytes: int
+    cpus: int
+    rate: float = 0.0
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WirePlan:
+    """`data` for the reader; `files`, `tensors`, `blocks` give the names behind its numbers."""
+
+    data: bytes
+    files: tuple[str, ...]
+    sizes: tuple[int, ...]
+    tensors: tuple[str, ...]
+    blocks: tuple[tuple[int, int], ...]
+    file_numbers: Mapping[int, int]
+
+
+def arena_bases(plan: LoadPlan) -> list[int]:
+    """Where each arena starts in one pool that holds them all; the last item is the pool's size."""
+    return list(accumulate((arena.bytes for arena in plan.arenas), initial=0))
+
+
+def encode_plan(plan: LoadPlan, directory: Path, settings: ReadSettings) -> WirePlan:
+    """Encode `plan` for one reader. Only files that are read (tables included) are opened by it."""
+    used = sorted({chunk.file for chunk in plan.chunks} | {table.file for table in plan.tables.values()})
+    numbers = {file: number for number, file in enumerate(used)}
+    names = tuple(plan.tensors) + tuple(plan.tables)
+    edges = _edges_by_chunk(plan)
+    blocks: dict[tuple[int, int], int] = {}
+    chunk_data, read_data, edge_data = bytearray(), bytearray(), bytearray()
+    reads = edge_count = 0
+    bases = arena_bases(plan)
+    for index, chunk in enumerate(plan.chunks):
+        parts = list(_reads(chunk, settings.mode, bases))
+        block = -1 if chunk.block < 0 else blocks.setdefault((chunk.file, chunk.block), len(blocks))
+        mine = edges.get(index, [])
+        chunk_data += wire.CHUNK.pack(numbers[chunk.file], reads, len(parts), edge_count, len(mine), block)
+        for part in parts:
+            read_data += wire.READ.pack(*part)
+        for tensor, offset, size, digest in mine:
+            edge_data += wire.EDGE.pack(numbers[chunk.file], size, offset, tensor, bytes.fromhex(digest))
+        reads, edge_count = reads + len(parts), edge_count + len(mine)
+    fault = settings.fault.encode()
+    head = wire.HEAD.pack(
+        wire.MAGIC, settings.mode, len(used), len(plan.chunks), reads, edge_count, settings.threads, settings.verify,
+        len(fault), settings.slot_bytes, settings.pool_bytes, settings.cpus, plan.hold_chunk, len(blocks), settings.rate,
+    )  # fmt: skip
+    data = b"".join(
+        [head, fault, _files(plan, directory, used), chunk_data, read_data, edge_data, _blocks(plan, blocks)]
+    )
+    return WirePlan(
+        data=data,
+        files=tuple(plan.files[file].path for file in used),
+        sizes=tuple(plan.files[file].size for file in used),
+        tensors=names,
+        blocks=tuple(blocks),
+        file_numbers=numbers,
+    )
+
+
+def table_edges(table: PlanTensor, file_number: int, tensor_index: int) -> bytes:
+    """The digests of a gathered table's ends, for a GATHER message."""
+    return b"".join(
+        wire.EDGE.pack(file_number, size, offset, tensor_index, bytes.fromhex(digest))
+        for offset, size, digest in _windows(table)
+    )
+
+
+def _reads(chunk: PlanChunk, mode: int, bases: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(file offset, bytes, destination): one read into a slot, or one per piece into the pool."""
+    if mode != wire.DIRECT:
+        yield chunk.offset, chunk.bytes, 0
+        return
+    for piece in chunk.pieces:
+        yield chunk.offset + piece.offset, piece.bytes, bases[piece.arena] + piece.arena_offset
+
+
+def _windows(tensor: PlanTensor) -> Iterator[tuple[int, int, str]]:
+    """(file offset, bytes, digest) of the first and last KiB; one window where they are the same."""
+    size = min(EDGE_BYTES, tensor.bytes)
+    if not size or not tensor.head:
+        return
+    yield tensor.file_offset, size, tensor.head
+    if tensor.bytes > size:
+        yield tensor.file_offset + tensor.bytes - size, size, tensor.tail
+
+
+def _edges_by_chunk(plan: LoadPlan) -> dict[int, list[tuple[int, int, int, str]]]:
+    """chunk → (tensor, file offset, bytes, digest); a window belongs to the chunk that holds its last byte."""
+    starts = sorted((chunk.file, chunk.offset, index) for index, chunk in enumerate(plan.chunks))
+    table: dict[int, list[tuple[int, int, int, str]]] = {}
+    for number, tensor in enumerate(plan.tensors.values()):
+        for offset, size, digest in _windows(tensor):
+            place = bisect_right(starts, (tensor.file, offset + size - 1, len(starts))) - 1
+            table.setdefault(starts[place][2], []).append((number, offset, size, digest))
+    return table
+
+
+def _files(plan: LoadPlan, directory: Path, used: list[int]) -> bytes:
+    data = bytearray()
+    for index in used:
+        file = plan.files[index]
+        path = os.fsencode(Path(os.path.abspath(directory)) / file.path)  # noqa: PTH100 - links stay as they are
+        data += wire.FILE.pack(file.size, file.data_start, len(path)) + path
+    return bytes(data)
+
+
+def _blocks(plan: LoadPlan, blocks: Mapping[tuple[int, int], int]) -> bytes:
+    data = bytearray()
+    for index, block in blocks:
+        file = plan.files[index]
+        start = file.data_start + block * file.digest_bytes
+        size = min(file.digest_bytes, file.size - start)
+        data += wire.BLOCK.pack(start, size, bytes.fromhex(file.digests[block]))
+    return bytes(data)

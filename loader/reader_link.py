@@ -1,0 +1,335 @@
+"""The parent's end of a reader: pipes, shared memory, and the child process or the threads behind them.
+
+`spawn_reader` needs no plan, so a start can spawn first and parse the manifest while the child boots. Order at the end:
+`stop` (the reader is gone, `read_records` meets the end), join whoever reads records, `close`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import mmap
+import os
+import select
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from loader import reader as wire
+
+_F_ADD_SEALS = 1033
+_SEAL_SHRINK_AND_GROW = 0x2 | 0x4
+_ABOVE_CHILD_FDS = 16
+_REAP_S = 5.0
+_MAX_CPUS_NAMED = 4096
+
+
+class ReaderLink(Protocol):
+    """What stream and uploader need of a reader. Everything but `read_records` may be called from any thread."""
+
+    kind: str  # "child" | "threads"
+
+    @property
+    def records_fd(self) -> int: ...
+
+    def begin(self, plan: bytes, pool_bytes: int, cpus: Sequence[int] = ()) -> None:
+        """Size the pool and start reading, on `cpus` if any are named."""
+        ...
+
+    def map_pool(self, offset: int, length: int) -> mmap.mmap | memoryview:
+        """A part of the pool, after `begin`; keeps its memory alive."""
+        ...
+
+    def read_records(self) -> bytes:
+        """Whole records; blocks while there are none; empty when the reader is gone."""
+        ...
+
+    def give_slots(self, slots: Iterable[int]) -> None: ...
+
+    def send(self, kind: int, payload: bytes = b"") -> None: ...
+
+    def take_rows(self, place: int, count: int) -> bytes: ...
+
+    def crash_text(self) -> str: ...
+
+    def stop(self, grace_s: float = 0.0, drain: bool = False) -> str:
+        """End the reader and wait for it; returns how it ended. May be called again.
+
+        Args:
+            grace_s: how long it may take to end by itself first (it closed its pipe already).
+            drain: the caller is the one that reads records.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release descriptors; memory that was mapped lives as long as its mappings. May be called again."""
+        ...
+
+
+class _Pipes:
+    """`free`, `full`, `ctl`, each (read end, write end), close-on-exec."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+        self._lock = threading.Lock()
+        self.free, self.full, self.ctl = self._make(), self._make(), self._make()
+
+    def _make(self) -> tuple[int, int]:
+        ends = os.pipe()
+        self._open.update(ends)
+        return ends
+
+    def close(self, *fds: int) -> None:
+        with self._lock:
+            mine = [fd for fd in fds if fd in self._open]
+            self._open.difference_update(mine)
+        for fd in mine:
+            os.close(fd)
+
+    def close_all(self) -> None:
+        self.close(*self.free, *self.full, *self.ctl)
+
+    def read_records(self) -> bytes:
+        return os.read(self.full[0], wire.RECORD.size * 256)
+
+    def write(self, fd: int, data: bytes) -> None:
+        """Write all, unless the pipe is closed on either side: a reader that is gone shows in `full`."""
+        view = memoryview(data)
+        with self._lock:
+            while view and fd in self._open:
+                try:
+                    view = view[os.write(fd, view) :]
+                except BrokenPipeError:
+                    return
+
+    def give_slots(self, slots: Iterable[int]) -> None:
+        self.write(self.free[1], b"".join(map(wire.SLOT.pack, slots)))
+
+    def send(self, kind: int, payload: bytes = b"") -> None:
+        self.write(self.ctl[1], wire.MESSAGE.pack(len(payload), kind) + payload)
+
+
+class ChildReader:
+    """A reader in a process of its own. Created by `spawn_reader`."""
+
+    kind = "child"
+
+    def __init__(self, pid: int, pipes: _Pipes, fds: tuple[int, int, int]) -> None:
+        self.pid = pid
+        self._pipes = pipes
+        self._pool, self._plan, self._rows = fds
+        self._lock = threading.Lock()
+        self._ending: str | None = None
+        self._is_closed = False
+        self._plan_bytes = 0
+        self.read_records, self.give_slots, self.send = pipes.read_records, pipes.give_slots, pipes.send
+
+    @property
+    def records_fd(self) -> int:
+        return self._pipes.full[0]
+
+    def begin(self, plan: bytes, pool_bytes: int, cpus: Sequence[int] = ()) -> None:
+        os.ftruncate(self._pool, pool_bytes)
+        fcntl.fcntl(self._pool, _F_ADD_SEALS, _SEAL_SHRINK_AND_GROW)
+        os.ftruncate(self._plan, len(plan) + wire.ERROR_BYTES)
+        os.pwrite(self._plan, plan, 0)
+        self._plan_bytes = len(plan)
+        named = list(cpus)[:_MAX_CPUS_NAMED]
+        self.send(wire.PLAN, wire.SIZE.pack(len(plan)) + struct.pack(f"<{len(named)}I", *named))
+
+    def map_pool(self, offset: int, length: int) -> mmap.mmap | memoryview:
+        return mmap.mmap(self._pool, length, offset=offset)
+
+    def take_rows(self, place: int, count: int) -> bytes:
+        return os.pread(self._rows, count, place)
+
+    def crash_text(self) -> str:
+        text = os.pread(self._plan, wire.ERROR_BYTES, self._plan_bytes)
+        return text.partition(b"\0")[0].decode("utf-8", "replace")
+
+    def stop(self, grace_s: float = 0.0, drain: bool = False) -> str:
+        """Kill and reap: the child holds nothing that needs an orderly end, and a read that hangs must not delay us."""
+        with self._lock:
+            if self._ending is None:
+                self._ending = self._wait(grace_s)
+                if self._ending is None:
+                    os.kill(self.pid, 9)
+                    self._ending = "stopped" if self._wait(_REAP_S) else "stopped, still in a system call"
+                if self._ending.endswith(
+                    "call"
+                ):  # a dead network mount: the kernel ends it when the read returns
+                    threading.Thread(target=os.waitpid, args=(self.pid, 0), daemon=True).start()
+            return self._ending
+
+    def _wait(self, seconds: float) -> str | None:
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                return "ended, its status was taken by other code of this process"
+            if pid:
+                code = os.waitstatus_to_exitcode(status)
+                return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            if time.monotonic() >= end:
+                return None
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._pipes.close_all()
+        for fd in (self._pool, self._plan, self._rows):
+            os.close(fd)
+
+
+def spawn_reader(nice: int = 0) -> ChildReader:
+    """Start a bare interpreter that waits for a plan.
+
+    Call it from the main thread where possible: only then the kernel kills the child with its parent; the end of the
+    `free` and `ctl` pipes tells it in every case.
+    Raises: OSError: no shared memory or no child process here.
+    """
+    if not sys.executable:
+        raise OSError("sys.executable is not known")
+    pipes = _Pipes()
+    memory: list[int] = []
+    high: list[int] = []
+    try:
+        memory += [
+            os.memfd_create(f"coldframe-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            for name in ("pool", "plan", "rows")
+        ]
+        sources = [*memory, pipes.free[0], pipes.full[1], pipes.ctl[0]]
+        high += [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _ABOVE_CHILD_FDS) for fd in sources]
+        targets = range(3, 3 + len(high))
+        is_main = threading.current_thread() is threading.main_thread()
+        arguments = [*map(str, targets), str(os.getpid() if is_main else 0), str(nice)]
+        pid = os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-S", "-E", "-I", _script(), *arguments],
+            os.environ,
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, fd, target) for fd, target in zip(high, targets, strict=True)
+            ],
+        )
+    except (OSError, AttributeError) as error:
+        pipes.close_all()
+        for fd in memory:
+            os.close(fd)
+        raise OSError(f"no reader process: {error}") from error
+    finally:
+        for fd in high:
+            os.close(fd)
+    pipes.close(pipes.free[0], pipes.full[1], pipes.ctl[0])
+    return ChildReader(pid, pipes, (memory[0], memory[1], memory[2]))
+
+
+def _script() -> str:
+    """The reader's bytecode where it is known to be fresh: compiling the source costs more than the interpreter's start."""
+    source, cached = Path(wire.__file__), Path(importlib.util.cache_from_source(wire.__file__))
+    try:
+        stat = source.stat()
+        with cached.open("rb") as file:
+            head = file.read(16)
+    except OSError:
+        return str(source)
+    fresh = head[4:8] == b"\0\0\0\0" and head[8:] == struct.pack(
+        "<II", int(stat.st_mtime) & 0xFFFFFFFF, stat.st_size & 0xFFFFFFFF
+    )
+    unchecked = head[4:8] == b"\1\0\0\0"
+    return str(cached) if fresh or unchecked else str(source)
+
+
+class ThreadReader:
+    """The same reader as threads of this process, for places that refuse a child or shared memory.
+
+    Args:
+        pool: memory to read into (pinned by the driver); None = private anonymous memory made by `begin`.
+    """
+
+    kind = "threads"
+
+    def __init__(self, pool: memoryview | None = None) -> None:
+        self._pipes = _Pipes()
+        self._pool = pool
+        self._rows: dict[int, bytes] = {}
+        self._crash = ""
+        self._lock = threading.Lock()
+        self._ending: str | None = None
+        self._main: threading.Thread | None = None
+        self._reader = wire.Reader(
+            self._pipes.free[0], self._pipes.full[1], self._pipes.ctl[0], self._put_rows, self._note
+        )
+        self.read_records, self.give_slots, self.send = (
+            self._pipes.read_records,
+            self._pipes.give_slots,
+            self._pipes.send,
+        )
+
+    def _put_rows(self, place: int, data: memoryview) -> None:
+        self._rows[place] = bytes(data)
+
+    def _note(self, text: str) -> None:
+        self._crash = text
+
+    @property
+    def records_fd(self) -> int:
+        return self._pipes.full[0]
+
+    def begin(self, plan: bytes, pool_bytes: int, cpus: Sequence[int] = ()) -> None:
+        if self._pool is None:
+            self._pool = memoryview(_huge_pages(pool_bytes) if pool_bytes else b"")
+        arguments = (self._reader.serve, wire.Plan(plan), self._pool)
+        self._main = threading.Thread(
+            target=self._reader._guard, args=arguments, name="coldframe-reader", daemon=True
+        )
+        self._main.start()
+
+    def map_pool(self, offset: int, length: int) -> mmap.mmap | memoryview:
+        assert self._pool is not None, "begin() comes first"
+        return self._pool[offset : offset + length]
+
+    def take_rows(self, place: int, count: int) -> bytes:
+        return self._rows.pop(place)
+
+    def crash_text(self) -> str:
+        return self._crash
+
+    def stop(self, grace_s: float = 0.0, drain: bool = False) -> str:
+        with self._lock:
+            if self._ending is not None:
+                return self._ending
+            self._pipes.close(self._pipes.free[1], self._pipes.ctl[1])
+            end = time.monotonic() + _REAP_S
+            while (alive := self._alive()) and time.monotonic() < end:
+                if drain and select.select([self._pipes.full[0]], [], [], 0.001)[0]:
+                    self._pipes.read_records()
+                alive[0].join(0.001)
+            self._ending = "stopped, still in a system call" if alive else "stopped"
+            self._pipes.close(self._pipes.full[1])
+            if not alive:
+                self._reader.close_files()
+            return self._ending
+
+    def _alive(self) -> list[threading.Thread]:
+        return [thread for thread in (self._main, *self._reader.threads) if thread and thread.is_alive()]
+
+    def close(self) -> None:
+        if self._ending == "stopped":
+            self._pipes.close_all()
+
+
+def _huge_pages(size: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)  # first touch is four times faster
+    except OSError:
+        return memory  # the kernel has them switched off
+    return memory
