@@ -19,6 +19,8 @@ from runtime.server.pictures import Picture
 if TYPE_CHECKING:
     from runtime.family import Family
 
+FPS = 24
+RATIOS = ("16:9", "4:3", "1:1", "3:4", "9:16", "21:9")
 CODES_BY_FIELD: Mapping[str, str] = {
     "num_inference_steps": "schedule_not_prepared",
     "flow_shift": "schedule_not_prepared",
@@ -39,6 +41,7 @@ MADE = (
     "task",
     "schedule",
     "num_inference_steps",
+    "num_evaluations",
     "accel",
     "canvas_origin",
 )
@@ -132,7 +135,7 @@ class Bundle:
         """
         family = self.open().family
         fields = {"seed": secrets.randbits(63), **fields}
-        body = {**fields, **{name: picture.data_uri() for name, picture in pictures.items()}}
+        body = {**fields, **{name: picture.data for name, picture in pictures.items()}}
         try:
             request = family.parse(body)
             prepared = family.prepare(request)
@@ -140,8 +143,8 @@ class Bundle:
             raise
         except RequestError as error:
             raise _with_code(error) from error
-        media = prepared.media
-        video = {name: value for name, value in prepared.report.items() if name in MADE and value is not None}
+        media, report = prepared.media, prepared.report
+        video = {name: report[name] for name in MADE if report.get(name) is not None}
         video |= {
             "width": media.width,
             "height": media.height,
@@ -151,6 +154,36 @@ class Bundle:
         return Admitted(
             fields, {**video, "seed": fields["seed"], "seconds": round(media.num_frames / media.fps, 6)}
         )
+
+    def offers(self) -> dict[str, Any]:
+        """What a client may choose from: sizes, seconds, profiles, schedules, tasks."""
+        opened = self.open()
+        capabilities = opened.family.capabilities
+        frames = getattr(capabilities, "frames", None)
+        limits = (
+            (frames.min_frames, frames.default_frames, frames.max_frames)
+            if frames is not None
+            else (96, 124, 360)
+        )
+        return {
+            "supported_task_types": list(opened.model["tasks"]),
+            "schedules": list(opened.model["schedules"]),
+            "accel": list(getattr(capabilities, "qualities", ("exact",))),
+            "sizes": [size for ratio in RATIOS if (size := _size_of(opened.family, ratio)) is not None],
+            "min_seconds": round(limits[0] / FPS, 4),
+            "default_seconds": round(limits[1] / FPS, 4),
+            "max_seconds": min(15.0, round(limits[2] / FPS, 4)),
+            "fps": FPS,
+        }
+
+
+def _size_of(family: Family, ratio: str) -> str | None:
+    """`WxH` that an aspect ratio becomes; None where the family refuses it."""
+    try:
+        request = family.parse({"prompt": "size", "seed": 0, "aspect_ratio": ratio})
+    except RequestError:
+        return None
+    return f"{request.width}x{request.height}"
 
 
 def _with_code(error: RequestError) -> ApiError:

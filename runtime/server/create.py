@@ -91,7 +91,7 @@ async def _admit(service: Service, request: Request) -> tuple[Job, Canonical, bo
 def _validate(service: Service, canon: Canonical) -> tuple[Admitted, dict[str, Picture]]:
     config = service.config
     pictures = {
-        name: load_picture(source, name, config.max_picture_bytes, service.fetcher)
+        name: load_picture(source.value, source.where, config.max_picture_bytes, service.fetcher)
         for name, source in canon.pictures.items()
     }
     return service.bundle.admit(canon.fields, pictures), pictures
@@ -119,9 +119,11 @@ def _new_job(
 
 def body_hash(canon: Canonical) -> str:
     """SHA-256 of what the client asked for, however it was encoded."""
-    content: dict[str, Any] = dataclasses.asdict(canon)
+    content: dict[str, Any] = dataclasses.asdict(dataclasses.replace(canon, pictures={}))
     content["pictures"] = {
-        name: hashlib.sha256(source.data).hexdigest() if isinstance(source, Upload) else source
+        name: hashlib.sha256(source.value.data).hexdigest()
+        if isinstance(source.value, Upload)
+        else source.value
         for name, source in canon.pictures.items()
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

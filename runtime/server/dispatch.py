@@ -316,6 +316,7 @@ MADE_FIELDS = frozenset(
         "task",
         "fps",
         "num_inference_steps",
+        "num_evaluations",
         "schedule",
         "accel",
     }

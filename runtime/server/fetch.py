@@ -94,10 +94,10 @@ class Fetcher:
             addresses = self._addresses(target, where)
             with contextlib.closing(_Connection(target, addresses[0], deadline)) as connection:
                 try:
-                    response = _get(connection, target)
-                    if response.status not in (301, 302, 303, 307, 308):
-                        return self._read(response, connection, target, where)
-                    location = response.getheader("Location", "")
+                    with contextlib.closing(_get(connection, target)) as response:
+                        if response.status not in (301, 302, 303, 307, 308):
+                            return self._read(response, connection, target, where)
+                        location = response.getheader("Location", "")
                 except (OSError, http.client.HTTPException) as error:
                     raise _Unavailable(type(error).__name__) from error
             target = parse_url(urljoin(target.geturl(), location), where)
@@ -164,10 +164,10 @@ class _Connection(http.client.HTTPConnection):
         self.sock = socket.create_connection((self._address, self.port), self._remaining())
         if self._is_tls:
             self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
+        self._pinned = self.sock  # http.client drops its own reference once a closing answer has begun
 
     def renew_timeout(self) -> None:
-        if self.sock is not None:
-            self.sock.settimeout(self._remaining())
+        self._pinned.settimeout(self._remaining())
 
     def _remaining(self) -> float:
         remaining = self._deadline - time.monotonic()

@@ -129,13 +129,7 @@ async def _model_card(service: Service) -> dict[str, Any]:
         "owned_by": "coldframe",
         "aliases": list(names[1:]),
         "bundle_id": opened.identity,
-        "supported_task_types": opened.model["tasks"],
-        "schedules": opened.model["schedules"],
-        "accel": opened.model.get("accel", ["exact"]),
-        "sizes": ["1344x768", "1152x768", "1024x768", "768x768", "768x1024", "768x1344"],
-        "min_seconds": 4,
-        "max_seconds": 15,
-        "fps": 24,
+        **await asyncio.to_thread(service.bundle.offers),
         "state": "ready" if service.engine.worker.phase == READY else "loading",
     }
 

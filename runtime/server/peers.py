@@ -25,17 +25,12 @@ REFUSED = frozenset(
 )  # fmt: skip
 """Names by which a client of a peer could reach the server's files or code."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "num_outputs_per_prompt": (1,),
-    "enable_teacache": (False,),
-    "generate_sound": (True,),
     "output_quality": ("default", "", None),
     "output_compression": (None,),
     "generator_device": ("cpu", "cuda", None),
-    "output_format": ("mp4",),
     "user": (None, ""),
 }
-"""Fields of peers that this model has no choice in: accepted at the value that it has anyway, else refused by name."""
+"""Fields of peers that the family does not know: accepted at the value that they have anyway, else refused by name."""
 INTEGERS = frozenset(
     {"num_frames", "width", "height", "seed", "fps", "num_inference_steps", "short_edge", "n"}
 )
@@ -44,8 +39,15 @@ FLOATS = frozenset({"guidance_scale", "flow_shift", "audio_flow_shift"})
 BOOLEANS = frozenset({"enable_teacache", "generate_sound", "stream"})
 PICTURE_FIELDS = ("input_reference", "image_reference", "input_references", "reference_url", "conditions")
 JSON_FIELDS = frozenset({*CONTAINERS, "target", "conditions", "image_reference"})
-ACCEL_ALIASES = {"extra-high": "lossless"}
 RESPONSE_FORMATS = ("url", "b64_json")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A keyframe as given: uploaded bytes, or a text (data URI or address), and the client's name for the field."""
+
+    where: str
+    value: Upload | str
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Canonical:
 
     Attributes:
         fields: for the family's `parse`, without pictures.
-        pictures: `first_frame` and `last_frame` → uploaded bytes or a reference (data URI or address).
+        pictures: `first_frame` and `last_frame` → where it comes from.
         model: name the client asked for, if any.
         response_format: `url` or `b64_json` where the client asked for a blocking answer of that form.
         stream: whether the answer is the event stream.
@@ -62,7 +64,7 @@ class Canonical:
     """
 
     fields: dict[str, Any]
-    pictures: dict[str, Upload | str] = field(default_factory=dict)
+    pictures: dict[str, Source] = field(default_factory=dict)
     model: str | None = None
     response_format: str | None = None
     stream: bool = False
@@ -92,7 +94,6 @@ def canonical(body: Body) -> Canonical:
                 "is not supported by this model", code="unsupported_parameter", where=name, expected=shown
             )
     _apply_target(raw)
-    _apply_accel(raw)
     pictures = _pictures(raw)
     model, response_format, stream = (
         raw.pop("model", None),
@@ -238,16 +239,6 @@ def _apply_target(raw: dict[str, Any]) -> None:
             )
 
 
-def _apply_accel(raw: dict[str, Any]) -> None:
-    """`quality` is another name of `accel`."""
-    quality = raw.get("quality")
-    if "accel" in raw and quality is not None and raw["accel"] != quality:
-        raise ApiError("differs from accel", where="quality", code="conflicting_parameters")
-    for name in ("accel", "quality"):
-        if isinstance(raw.get(name), str):
-            raw[name] = ACCEL_ALIASES.get(raw[name], raw[name])
-
-
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     return any(type(value) is type(choice) and value == choice for choice in allowed)
 
@@ -255,9 +246,9 @@ def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
 # ---- pictures
 
 
-def _pictures(raw: dict[str, Any]) -> dict[str, Upload | str]:
+def _pictures(raw: dict[str, Any]) -> dict[str, Source]:
     """All the ways to give keyframes → first_frame, last_frame."""
-    pictures: dict[str, Upload | str] = {}
+    pictures: dict[str, Source] = {}
     for name in ("first_frame", "last_frame"):
         if raw.get(name) is not None:
             pictures[name] = _reference(name, raw[name])
@@ -275,7 +266,7 @@ def _pictures(raw: dict[str, Any]) -> dict[str, Upload | str]:
     return pictures
 
 
-def _ordered(name: str, value: Any) -> dict[str, Upload | str]:
+def _ordered(name: str, value: Any) -> dict[str, Source]:
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         value = _json_text(name, value)
     values = value if isinstance(value, list) else [value]
@@ -287,12 +278,12 @@ def _ordered(name: str, value: Any) -> dict[str, Upload | str]:
     return {frame: _reference(name, item) for frame, item in zip(frames, values, strict=False)}
 
 
-def _conditions(value: Any) -> dict[str, Upload | str]:
+def _conditions(value: Any) -> dict[str, Source]:
     if isinstance(value, str):
         value = _json_text("conditions", value)
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise ApiError("must be a list of objects", where="conditions", code="invalid_type")
-    pictures: dict[str, Upload | str] = {}
+    pictures: dict[str, Source] = {}
     for index, item in enumerate(value):
         where = f"conditions[{index}]"
         unknown = set(item) - {"type", "role", "uri", "frame_index"}
@@ -317,7 +308,7 @@ def _conditions(value: Any) -> dict[str, Upload | str]:
     return pictures
 
 
-def _reference(where: str, value: Any) -> Upload | str:
+def _reference(where: str, value: Any) -> Source:
     """An upload, a text, or one of the objects that clients wrap a text in."""
     if isinstance(value, dict):
         if set(value) != {"image_url"}:
@@ -332,4 +323,4 @@ def _reference(where: str, value: Any) -> Upload | str:
             code="invalid_type",
             found=type(value).__name__,
         )
-    return value
+    return Source(where, value)

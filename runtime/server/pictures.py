@@ -5,18 +5,17 @@ The format is decided from the content. Decoding happens later, in the family's 
 
 from __future__ import annotations
 
-import base64
-import binascii
+import io
 import re
 from dataclasses import dataclass
 
+from runtime.media.sources import read_image_source
 from runtime.server.body import Upload
 from runtime.server.errors import ApiError
 from runtime.server.fetch import Fetcher
 
+MAX_PIXELS, MAX_SIDE = 33_000_000, 8192
 ACCEPTED = "PNG, JPEG, WebP"
-MAX_DATA_URI_HEADER = 128
-_DATA_URI_HEADER = re.compile(r"data:image/(png|jpeg|jpg|webp);base64", re.IGNORECASE)
 _SIGNATURES: tuple[tuple[bytes, str], ...] = (
     (b"\x89PNG\r\n\x1a\n", "png"),
     (b"\xff\xd8\xff", "jpeg"),
@@ -36,19 +35,16 @@ class Picture:
     data: bytes
     kind: str
 
-    def data_uri(self) -> str:
-        return f"data:image/{self.kind};base64,{base64.b64encode(self.data).decode()}"
-
 
 def load_picture(source: Upload | str, where: str, max_bytes: int, fetcher: Fetcher) -> Picture:
     """Bytes of a keyframe. Blocks while an address is fetched.
 
-    Raises: ApiError naming `where`: 400 malformed or not allowed, 413 too large, 422 not an accepted picture.
+    Raises: RequestError naming `where`: 400 malformed or not allowed, 413 too large, 422 not an accepted picture.
     """
     if isinstance(source, Upload):
         data = source.data
     elif source[:5].lower() == "data:":
-        data = _decode_data_uri(source, where, max_bytes)
+        data = read_image_source(source, where, max_bytes)
     elif re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*:", source):
         data = fetcher.fetch(source, where)
     else:
@@ -76,7 +72,46 @@ def load_picture(source: Upload | str, where: str, max_bytes: int, fetcher: Fetc
             found=kind,
             expected=ACCEPTED,
         )
+    _check_header(data, kind, where)
     return Picture(data, kind)
+
+
+def _check_header(data: bytes, kind: str, where: str) -> None:
+    """Refuse what would be large in memory, and animations, before anything is decoded. Damage is found later."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(data), formats=[kind]) as image:
+            width, height = image.size
+            is_animated = kind != "jpeg" and getattr(image, "n_frames", 1) > 1
+    except Image.DecompressionBombError:
+        raise _too_many_pixels(where, "far too many pixels") from None
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+        raise ApiError(
+            "cannot decode this image",
+            status=422,
+            code="invalid_image",
+            where=where,
+            found=f"a damaged {kind} file",
+        ) from error
+    if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
+        raise _too_many_pixels(where, f"{width}x{height} pixels")
+    if is_animated:
+        raise ApiError(
+            "the image is animated", status=422, code="unsupported_image", where=where, expected="one picture"
+        )
+
+
+def _too_many_pixels(where: str, found: str) -> ApiError:
+    allowed = f"{MAX_PIXELS} pixels, sides up to {MAX_SIDE}"
+    return ApiError(
+        "the image is too large",
+        status=413,
+        code="image_too_large",
+        where=where,
+        found=found,
+        expected=allowed,
+    )
 
 
 def sniff(data: bytes) -> str:
@@ -101,32 +136,3 @@ def sniff(data: bytes) -> str:
     if text.startswith((b"<svg", b"<?xml")):
         return "svg"
     return "unknown"
-
-
-def _decode_data_uri(uri: str, where: str, max_bytes: int) -> bytes:
-    header, comma, payload = uri.partition(",")
-
-    def refuse(problem: str) -> ApiError:
-        return ApiError(f"malformed data: uri: {problem}", where=where, code="invalid_data_uri")
-
-    if not comma:
-        raise refuse("no comma before the base64 payload")
-    if len(header) > MAX_DATA_URI_HEADER:
-        raise refuse("its header is too long")
-    if _DATA_URI_HEADER.fullmatch(header) is None:
-        raise refuse("only data:image/png, image/jpeg and image/webp in base64 are taken")
-    if len(payload) > max_bytes * 4 // 3 + 4:
-        raise ApiError(
-            "the image is too large",
-            status=413,
-            code="file_too_large",
-            where=where,
-            expected=f"{max_bytes} bytes",
-        )
-    try:
-        data = base64.b64decode(payload, validate=True)
-    except (binascii.Error, ValueError):
-        raise refuse("the payload is not base64") from None
-    if not data:
-        raise refuse("the payload is empty")
-    return data

@@ -95,6 +95,7 @@ class Video(Struct):
     audio: Audio
     seed: int | None
     num_inference_steps: int | None
+    num_evaluations: int | None
     task: str | None
     accel: str
     bundle_id: str
@@ -133,6 +134,7 @@ class Model(Struct):
     accel: list[str]
     sizes: list[str]
     min_seconds: float
+    default_seconds: float
     max_seconds: float
     fps: int
     state: Literal["loading", "ready"]

@@ -44,6 +44,7 @@ def video_object(job: Job, bundle_id: str) -> dict[str, Any]:
         "audio": {"sample_rate": 32000, "channels": 2},
         "seed": video.get("seed"),
         "num_inference_steps": video.get("num_inference_steps"),
+        "num_evaluations": video.get("num_evaluations"),
         "task": video.get("task"),
         "accel": video.get("accel") or "exact",
         "bundle_id": bundle_id,

@@ -1,75 +1,63 @@
-"""A family that checks a request only as far as the HTTP tests need it, and a way to run the service with it.
+"""MiniMax-H3's request rules at the released sizes without a prepared directory, and the service run with them.
 
-`python tests/fakes/family.py --bundle DIR …` is `coldframe serve` with this family.
+`python tests/fakes/family.py --bundle DIR …` is `coldframe serve` with this family. `FAKE_SCHEDULES` names the prepared
+schedules (`t2va=fasth3-8,fl2va=base-49`).
 """
 
 from __future__ import annotations
 
-import base64
-import io
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from loader.errors import RequestError
-from runtime.family import MediaPlan, Prepared
-
-KNOWN = {
-    "prompt",
-    "seed",
-    "num_frames",
-    "seconds",
-    "width",
-    "height",
-    "size",
-    "first_frame",
-    "last_frame",
-    "num_inference_steps",
-}
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN_LIMIT = 16_384
 
 
 class FakeFamily:
-    """Accepts the fields of `KNOWN`, decodes pictures with Pillow."""
+    """The real `parse`, and a `prepare` that counts four characters as a token."""
 
-    capabilities: Any = None
+    def __init__(self, schedules: Mapping[str, tuple[str, ...]]) -> None:
+        from runtime.families.minimax_h3.capabilities import Capabilities
+        from runtime.schedules import named_schedule
+        from scripts.tiny_presets import preset
 
-    def parse(self, body: Mapping[str, object], resolve_image: Any = None) -> dict[str, object]:
-        for name in body:
-            if name not in KNOWN:
-                raise RequestError("unknown field", where=name, expected=", ".join(sorted(KNOWN)))
-        if not isinstance(body.get("prompt"), str) or not body["prompt"]:
-            raise RequestError("must be text and not empty", where="prompt")
-        if not isinstance(body.get("num_frames", 124), int):
-            raise RequestError("must be an integer", where="num_frames")
-        return dict(body)
+        prepared: Any = {
+            task: tuple(named_schedule(name) for name in names) for task, names in schedules.items()
+        }
+        self.capabilities: Any = Capabilities(preset("full").model, prepared)
 
-    def prepare(self, request: Any) -> Prepared:
-        from PIL import Image
+    def parse(self, body: Mapping[str, object], resolve_image: Any = None) -> Any:
+        from runtime.families.minimax_h3.request import parse_request
 
-        for name in ("first_frame", "last_frame"):
-            if request.get(name):
-                try:
-                    Image.open(io.BytesIO(base64.b64decode(request[name].split(",")[1]))).load()
-                except OSError as error:
-                    raise RequestError("cannot decode the image", where=name, http_status=422) from error
-        width, height = (int(part) for part in request.get("size", "1344x768").split("x"))
-        media = MediaPlan(width, height, int(request.get("num_frames", 124)), 24, 32000)
-        return Prepared(
-            request, "t2va/base-8", media, {"task": "t2va", "seed": request["seed"], "num_inference_steps": 8}
-        )
+        return parse_request(body, self.capabilities, resolve_image=resolve_image)
+
+    def prepare(self, request: Any) -> Any:
+        from loader.errors import RequestError
+        from runtime.family import MediaPlan, Prepared
+
+        tokens = len(request.prompt) // 4
+        if tokens > TOKEN_LIMIT:
+            raise RequestError(
+                "too many tokens", where="prompt", found=tokens, expected=f"at most {TOKEN_LIMIT}"
+            )
+        media = MediaPlan(request.width, request.height, request.num_frames, 24, 32000)
+        return Prepared(request, f"{request.task}/{request.schedule.name}", media, request.report())
 
 
 def open_fake(directory: Path) -> Any:
     from runtime.server.bundle import OpenBundle
 
-    model = {"family": "minimax_h3", "variant": "base", "tasks": ["t2va", "fl2va"], "schedules": []}
-    return OpenBundle(FakeFamily(), "bundle_0123456789abcdef", model)  # type: ignore[arg-type]
+    text = os.environ.get("FAKE_SCHEDULES", "t2va=fasth3-8,fl2va=base-49")
+    schedules = {task: (name,) for task, _, name in (pair.partition("=") for pair in text.split(","))}
+    model = {"family": "minimax_h3", "variant": "base", "tasks": list(schedules), "schedules": []}
+    return OpenBundle(FakeFamily(schedules), "bundle_0123456789abcdef", model)  # type: ignore[arg-type]
 
 
 def fetcher_for_tests() -> Any:
-    """A guarded fetcher that may also reach the addresses in `FAKE_ALLOWED_ADDRESSES` and pins names from `FAKE_NAMES`."""
+    """A guarded fetcher that may also reach `FAKE_ALLOWED_ADDRESSES`, with the names of `FAKE_NAMES` pinned."""
     from runtime.server.fetch import Fetcher, is_global_address, resolve_name
 
     allowed = os.environ.get("FAKE_ALLOWED_ADDRESSES", "").split(",")
@@ -78,16 +66,14 @@ def fetcher_for_tests() -> Any:
     def resolve(host: str, port: int) -> list[str]:
         return [names[host]] if host in names else resolve_name(host, port)
 
-    return Fetcher(
-        True,
-        30 << 20,
-        resolve=resolve,
-        is_allowed=lambda address: address in allowed or is_global_address(address),
-    )
+    def is_allowed(address: str) -> bool:
+        return address in allowed or is_global_address(address)
+
+    return Fetcher(True, 30 << 20, resolve=resolve, is_allowed=is_allowed)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path.insert(0, str(ROOT))
     from runtime.server.main import config_from_arguments, serve
 
     config = config_from_arguments(sys.argv[1:])
