@@ -58,7 +58,9 @@ class DenseAttention:
         _check(q, k, v)
         with sdpa_kernel(self._order, set_priority=True):
             out = scaled_dot_product_attention(
-                *(x.transpose(0, 1)[None] for x in (q, k, v)),  # each [1, H or G, S, K]
+                q.transpose(0, 1)[None],  # each [1, H or G, S, K]
+                k.transpose(0, 1)[None],
+                v.transpose(0, 1)[None],
                 is_causal=causal,
                 scale=scale,
                 enable_gqa=k.shape[1] != q.shape[1],
@@ -87,9 +89,8 @@ def choose_backend(device: torch.device, dtype: torch.dtype, requested: str = "a
     if device.type != "cuda":
         return AttentionChoice("math", f"device is {device.type}", rest=("flash",))
     if obstacle is None:
-        return AttentionChoice(
-            "cudnn", f"cuDNN {torch.backends.cudnn.version()}", ("flash", "efficient", "math")
-        )
+        version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        return AttentionChoice("cudnn", f"cuDNN {version}", rest=("flash", "efficient", "math"))
     return AttentionChoice("flash", obstacle, rest=("efficient", "math"))
 
 

@@ -96,11 +96,15 @@ class Kernel:
 class KernelSet:
     """The kernels of one architecture, found by operator and constants.
 
-    architecture: the device's. note: why the set is empty, else None; for the timeline.
+    architecture: the device's. device_type: torch's name for where its driver runs kernels. note: why the set is
+    empty, else None; for the timeline.
     """
 
-    def __init__(self, architecture: str, kernels: Iterable[Kernel], note: str | None = None) -> None:
+    def __init__(
+        self, architecture: str, kernels: Iterable[Kernel], device_type: str, note: str | None = None
+    ) -> None:
         self.architecture = architecture
+        self.device_type = device_type
         self.note = note
         self._kernels = {_key(kernel.entry): kernel for kernel in kernels}
 
@@ -142,10 +146,10 @@ def load_kernels(
     architecture, or the driver is older than the compiler that made it. Both name the kernel.
     """
     if not entries:
-        return KernelSet(architecture, (), note=f"no kernels were prepared for {architecture}")
+        return KernelSet(architecture, (), driver.device_type, f"no kernels were prepared for {architecture}")
     for entry in entries:
         _check_runs_here(entry, architecture, driver.version())
-    return KernelSet(architecture, [_load(folder, entry, driver) for entry in entries])
+    return KernelSet(architecture, [_load(folder, entry, driver) for entry in entries], driver.device_type)
 
 
 def _check_runs_here(entry: KernelEntry, architecture: str, driver_version: int) -> None:

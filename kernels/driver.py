@@ -11,7 +11,9 @@ from loader.errors import InternalError
 
 
 class KernelDriver(Protocol):
-    """What `cubin.py` needs of a driver."""
+    """What `cubin.py` needs of a driver. device_type: torch's name of the devices it drives."""
+
+    device_type: str
 
     def version(self) -> int:
         """CUDA version the driver supports, 1000 * major + 10 * minor."""
@@ -34,6 +36,8 @@ class KernelDriver(Protocol):
 
 class CudaDriver:
     """The real one. Every return code is checked."""
+
+    device_type = "cuda"
 
     def __init__(self) -> None:
         from cuda.bindings import driver

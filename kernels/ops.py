@@ -29,7 +29,7 @@ class Operators:
 
     def __init__(self, kernels: KernelSet | None = None) -> None:
         self._kernels = kernels if kernels is not None and len(kernels) else None
-        self._note = kernels.note if kernels is not None else "no kernels were given"
+        self._note = (kernels.note if kernels is not None else None) or "no kernels were given"
         self.fallbacks: dict[str, str] = {}
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, round_before_weight: bool = False) -> Tensor:
@@ -300,23 +300,28 @@ class Operators:
         operands: tuple[Tensor, ...],
         indices: tuple[Tensor, ...] = (),
     ) -> Kernel | None:
-        """The kernel for these operands, or None and, for CUDA tensors, the reason in `fallbacks`."""
-        if not operands[0].is_cuda:
-            return None
+        """The kernel for these operands, or None and, where one was to be expected, the reason in `fallbacks`."""
+        device_type = operands[0].device.type
         if self._kernels is None:
-            reason: str | None = self._note
-        else:
-            kernel = self._kernels.find(operator, *constants)
-            reason = _unsuitable(operands, indices)
-            if kernel is not None and reason is None:
-                return kernel
-            if kernel is None:
-                reason = f"no kernel for {constants} on {self._kernels.architecture}"
-        self.fallbacks.setdefault(operator, reason or "unknown")
-        return None
+            if device_type == "cuda":
+                self.fallbacks.setdefault(operator, self._note)
+            return None
+        if device_type != self._kernels.device_type:
+            return None
+        kernel = self._kernels.find(operator, *constants)
+        reason = _unsuitable(operands, indices)
+        if kernel is None:
+            reason = f"no kernel for {constants} on {self._kernels.architecture}"
+        if reason is not None:
+            self.fallbacks.setdefault(operator, reason)
+            return None
+        return kernel
 
 
 def _stream(tensor: Tensor) -> int:
+    """torch's current stream as the driver's handle; 0 where the device has none."""
+    if not tensor.is_cuda:
+        return 0
     return int(torch.cuda.current_stream(tensor.device).cuda_stream)
 
 
