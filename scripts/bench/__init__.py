@@ -1,0 +1,1 @@
+"""Benches: each writes its figures and targets to `results/` as JSON."""
