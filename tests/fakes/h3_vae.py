@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -14,6 +15,9 @@ from runtime.families.minimax_h3.config import AudioVAEConfig, VideoVAEConfig
 from tests.fakes.weights import DictWeights
 
 T = TypeVar("T", VideoVAEConfig, AudioVAEConfig)
+
+# The checkpoints and diffusers keep torch's older weight norm on purpose.
+WEIGHT_NORM_WARNING = "`torch.nn.utils.weight_norm` is deprecated"
 
 TINY_VIDEO: dict[str, Any] = {
     "latent_channels": 4,
@@ -47,18 +51,21 @@ TINY_AUDIO: dict[str, Any] = {
 }
 
 
-def video_oracle(seed: int, **overrides: Any) -> AutoencoderKLMiniMaxH3:
-    """Random weights everywhere; scales and register tokens start at zero in diffusers and would hide the blocks."""
+def video_oracle(seed: int, **overrides: Any) -> Any:
+    """AutoencoderKLMiniMaxH3 with random weights everywhere; scales and register tokens start at zero in diffusers and would hide the blocks."""
     torch.manual_seed(seed)
-    return _randomised(AutoencoderKLMiniMaxH3(**{**TINY_VIDEO, **overrides}))
+    return _randomised(AutoencoderKLMiniMaxH3(**{**TINY_VIDEO, **overrides}))  # type: ignore[no-untyped-call]
 
 
-def audio_oracle(seed: int, **overrides: Any) -> AutoencoderKLMiniMaxH3Audio:
+def audio_oracle(seed: int, **overrides: Any) -> Any:
+    """AutoencoderKLMiniMaxH3Audio with random weights."""
     torch.manual_seed(seed)
-    return _randomised(AutoencoderKLMiniMaxH3Audio(**{**TINY_AUDIO, **overrides}))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=WEIGHT_NORM_WARNING, category=FutureWarning)
+        return _randomised(AutoencoderKLMiniMaxH3Audio(**{**TINY_AUDIO, **overrides}))  # type: ignore[no-untyped-call]
 
 
-def video_parts(oracle: AutoencoderKLMiniMaxH3) -> tuple[VideoVAEConfig, DictWeights]:
+def video_parts(oracle: Any) -> tuple[VideoVAEConfig, DictWeights]:
     """Configuration and weights as the runtime sees them: grouped, `to_q`, `to_k`, `to_v` fused."""
     groups: dict[str, dict[str, Tensor]] = {}
     for name, tensor in _fused(oracle.state_dict()).items():
@@ -66,7 +73,7 @@ def video_parts(oracle: AutoencoderKLMiniMaxH3) -> tuple[VideoVAEConfig, DictWei
     return _config(VideoVAEConfig, oracle.config), DictWeights(groups)
 
 
-def audio_parts(oracle: AutoencoderKLMiniMaxH3Audio) -> tuple[AudioVAEConfig, DictWeights]:
+def audio_parts(oracle: Any) -> tuple[AudioVAEConfig, DictWeights]:
     decoder = {k: v for k, v in oracle.state_dict().items() if k.startswith(("dec_in_proj.", "decoder."))}
     return _config(AudioVAEConfig, oracle.config), DictWeights({"audio_vae/decoder": decoder})
 
