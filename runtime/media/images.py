@@ -72,6 +72,8 @@ def decode_image(data: bytes, limits: ImageLimits | None = None, where: str = "i
         message = "the image file is empty" if kind == "nothing" else "unsupported image format"
         status = 422 if kind == "nothing" else 415
         raise RequestError(message, where=where, found=kind, expected=ACCEPTED, http_status=status)
+    from PIL.Image import DecompressionBombError
+
     try:
         data, exif = _without_metadata(data) if kind == "JPEG" else (data, None)
         picture = _opener(kind)(io.BytesIO(data))
@@ -79,6 +81,8 @@ def decode_image(data: bytes, limits: ImageLimits | None = None, where: str = "i
         picture.load()
         orientation = exif_orientation(picture.info.get("exif", b"") if exif is None else exif)
         return _upright(_to_rgb(picture), orientation)
+    except DecompressionBombError as error:  # WebP and GIF look at the size themselves while opening
+        raise _too_many_pixels("far more", limits, where) from error
     except _DAMAGE as error:
         raise RequestError(
             f"the {kind} image cannot be decoded: it is truncated or damaged",
@@ -174,10 +178,17 @@ def _opener(kind: str) -> Callable[[io.BytesIO], ImageFile]:
 
 def _check_pixels(size: tuple[int, int], limits: ImageLimits, where: str) -> None:
     if size[0] * size[1] > limits.max_pixels:
-        raise RequestError(
-            "the image is too large", where=where, found=f"{size[0]}x{size[1]} pixels",
-            expected=f"at most {limits.max_pixels} pixels", http_status=413,
-        )  # fmt: skip
+        raise _too_many_pixels(f"{size[0]}x{size[1]}", limits, where)
+
+
+def _too_many_pixels(found: str, limits: ImageLimits, where: str) -> RequestError:
+    return RequestError(
+        "the image is too large",
+        where=where,
+        found=f"{found} pixels",
+        expected=f"at most {limits.max_pixels} pixels",
+        http_status=413,
+    )
 
 
 def _to_rgb(picture: Image) -> Image:

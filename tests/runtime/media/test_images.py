@@ -135,6 +135,15 @@ def test_limits_are_checked_before_decoding() -> None:
     assert decode_image(good, ImageLimits(max_pixels=320 * 192)).size == (320, 192)
 
 
+def test_frames_larger_than_the_canvas_of_a_gif_are_refused() -> None:
+    data = bytearray((INPUTS / "images" / "animated.gif").read_bytes())
+    at = data.index(b"\x2c", 13 + 3 * 2 ** ((data[10] & 7) + 1))  # image descriptor of the first frame
+    data[at + 5 : at + 9] = b"\xff\xff\xff\xff"
+    with pytest.raises(RequestError, match="too large") as caught:
+        decode_image(bytes(data))
+    assert caught.value.http_status == 413
+
+
 @pytest.mark.parametrize(
     ("data", "name"),
     [(b"", "nothing"), (b"hello", "unknown"), (b"%PDF-1.7", "PDF"), (b"<?xml version='1.0'?><svg/>", "SVG"),
