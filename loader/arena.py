@@ -53,6 +53,10 @@ class DeviceArena:
     def expose(self) -> object:
         return self._driver.expose(self)
 
+    def abandon(self) -> None:
+        """Do not free it: the context is broken."""
+        self._finalizer.detach()
+
 
 def _free(driver: Driver, context: int, pointer: int) -> None:
     driver.use_context(context)

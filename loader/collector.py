@@ -22,6 +22,11 @@ _REPORT_S = 5.0
 class Transport(Protocol):
     """What a stream needs from whoever fills its arenas."""
 
+    @property
+    def path(self) -> str:
+        """Rung of the ladder, see `loader.ladder`."""
+        ...
+
     def start(self) -> None: ...
 
     def arena(self, index: int) -> HostArena | DeviceArena:
@@ -82,6 +87,8 @@ def iter_records(data: bytes) -> Iterator[Record]:
 
 class Collector:
     """Reads records until the reader ends; then fails or has been closed. Owns the link."""
+
+    path = "E"
 
     def __init__(
         self,

@@ -66,11 +66,10 @@ class Driver(Protocol):
     def stream_synchronize(self, stream: int) -> None: ...
 
     def copy_async(self, target: int, source: int, size: int, stream: int) -> None:
-        """Host to device; `source` must stay untouched until an event recorded after it is complete."""
-        ...
+        """Host to device; `source` must stay untouched until an event recorded after it is complete.
 
-    def copy(self, target: int, source: int, size: int) -> None:
-        """Host to device from pageable memory; `source` is free on return."""
+        Pageable memory is staged by the driver: slower, the same rules.
+        """
         ...
 
     def event_create(self) -> int: ...
@@ -130,13 +129,13 @@ class CudaDriver:
 
     def retain_context(self, ordinal: int) -> int:
         cu = self._cu
-        result = cu.cuInit(0)
+        hint = "check that the container has a GPU and a driver for CUDA 13"
+        try:
+            result = cu.cuInit(0)
+        except RuntimeError as error:  # no libcuda
+            raise CapabilityError(f"CUDA cannot start: {error}", where="cuInit", hint=hint) from error
         if int(result[0]) != _SUCCESS:
-            raise CapabilityError(
-                f"CUDA cannot start: {self._text(result[0])}",
-                where="cuInit",
-                hint="check that the container has a GPU and a driver for CUDA 13",
-            )
+            raise CapabilityError(f"CUDA cannot start: {self._text(result[0])}", where="cuInit", hint=hint)
         count = self._check("cuDeviceGetCount", cu.cuDeviceGetCount())
         if ordinal >= count:
             raise CapabilityError(
@@ -199,9 +198,6 @@ class CudaDriver:
         self._check(
             "cuMemcpyHtoDAsync", self._cu.cuMemcpyHtoDAsync(target, source, size, self._cu.CUstream(stream))
         )
-
-    def copy(self, target: int, source: int, size: int) -> None:
-        self._check("cuMemcpyHtoD", self._cu.cuMemcpyHtoD(target, source, size))
 
     def event_create(self) -> int:
         return int(self._check("cuEventCreate", self._cu.cuEventCreate(_EVENT_DISABLE_TIMING)))

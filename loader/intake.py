@@ -18,16 +18,20 @@ Record = tuple[int, int, int, int, int, int, int, int, int, int]
 class Intake:
     """Handles every record but FULL, which means something else to each transport."""
 
-    def __init__(
-        self, plan: LoadPlan, wire_plan: WirePlan, link: ReaderLink, progress: LoadProgress, rows: RowDesk
-    ) -> None:
+    def __init__(self, plan: LoadPlan, wire_plan: WirePlan, progress: LoadProgress, rows: RowDesk) -> None:
         self._plan = plan
         self._wire_plan = wire_plan
-        self._link = link
+        self._link: ReaderLink | None = None
         self._progress = progress
         self._rows = rows
         self._bad_files: list[str] = []
         self.is_done = False
+
+    def use(self, link: ReaderLink) -> None:
+        """Records come from this reader from now on."""
+        self._link = link
+        self.is_done = False
+        self._bad_files.clear()
 
     def handle(self, record: Record) -> None:
         """Raises: WorkerError: the record reports the end of the load."""
@@ -56,13 +60,14 @@ class Intake:
         elif kind == wire.ERROR:
             raise self._error(number, code, size, start, offset, extra)
         elif kind == wire.CRASH:
-            raise InternalError(f"reader failed: {self._link.crash_text()}", where="loader.reader")
+            text = self._link.crash_text() if self._link else ""
+            raise InternalError(f"reader failed: {text}", where="loader.reader")
         else:
             raise InternalError("unknown record", where="loader.reader", found=kind)
 
     def reader_gone(self) -> WorkerError:
         """The reader's pipe ended although nobody stopped it."""
-        ending = self._link.stop(grace_s=1.0, drain=True)
+        ending = self._link.stop(grace_s=1.0, drain=True) if self._link else "never started"
         return InternalError(
             f"reader ended before its work was done: {ending}",
             where="loader.reader",

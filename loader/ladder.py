@@ -9,6 +9,8 @@ E  CPU: the reader writes into host arenas (child, or threads where a child is r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from loader.errors import CapabilityError
 from loader.options import StreamOptions
 from loader.reader_link import ReaderLink, ThreadReader, spawn_reader
@@ -30,3 +32,45 @@ def open_host_reader(options: StreamOptions) -> tuple[ReaderLink, str]:
                 str(error), where="reader", hint="leave the option out to read in threads"
             ) from error
         return ThreadReader(), str(error)
+
+
+def open_device_reader(
+    options: StreamOptions, reader: ReaderLink | None, begin: Callable[[ReaderLink], None]
+) -> tuple[str, ReaderLink | None, str]:
+    """First rung of a CUDA load: (path, its reader already at work, reason). Path C has none yet: it needs the context.
+
+    Args:
+        reader: one that was spawned before the plan was known.
+        begin: starts a reader on the plan.
+    Raises: CapabilityError: what was forced is not possible.
+    """
+    path = options.path
+    if path == "E":
+        raise CapabilityError("path E is for the CPU", where="path", found=path, expected="A, B, C, D")
+    if reader is not None and (path in ("B", "C") or options.reader == "threads"):
+        reader.stop()
+        reader.close()
+        reader = None
+    if path == "C":
+        return "C", None, "forced"
+    if path == "B" or options.reader == "threads":
+        return path or "B", _begin(ThreadReader(), begin), "forced"
+    try:
+        link = reader or spawn_reader()
+        return path or "A", _begin(link, begin), "forced" if path else "first choice"
+    except OSError as error:
+        if path == "A" or options.reader == "child":
+            raise CapabilityError(
+                str(error), where="path A", hint="leave path and reader out to fall back"
+            ) from error
+        return path or "B", _begin(ThreadReader(), begin), str(error)
+
+
+def _begin(link: ReaderLink, begin: Callable[[ReaderLink], None]) -> ReaderLink:
+    try:
+        begin(link)
+    except OSError:
+        link.stop()
+        link.close()
+        raise
+    return link

@@ -37,6 +37,9 @@ class LoadProgress:
         self._unready = len(plan.groups)
         self._failure: WorkerError | None = None
         self._marks: list[LoadMark] = []
+        if plan.is_moved:
+            self.mark("warning: unaligned files, tensors are copied one by one")
+        self.mark_ready([index for index, group in enumerate(plan.groups) if not group.chunks])
 
     def arrived(self, chunk: int, start_ns: int, end_ns: int, is_verified: bool) -> list[int]:
         """Count a chunk; returns the groups that it completed."""

@@ -653,6 +653,7 @@ def _run_child(reader: Reader, pool_fd: int, plan_fd: int, parent: int) -> None:
         plan = Plan(plan_map[:])
     pool_map = mmap.mmap(pool_fd, plan.pool_bytes) if plan.pool_bytes else None
     pool = memoryview(pool_map if pool_map else b"")
+    os.close(pool_fd)  # the pages belong to the mappings from here on
 
     def drop_pool() -> None:
         """Give the ring's pages back as soon as the parent does; views that still exist only delay it."""

@@ -21,6 +21,7 @@ from typing import Protocol
 
 from loader import reader as wire
 
+STUCK = "stopped, still in a system call"  # what `stop` returns for a read that hangs
 _F_ADD_SEALS = 1033
 _SEAL_SHRINK_AND_GROW = 0x2 | 0x4
 _ABOVE_CHILD_FDS = 16
@@ -42,6 +43,10 @@ class ReaderLink(Protocol):
 
     def map_pool(self, offset: int, length: int) -> mmap.mmap | memoryview:
         """A part of the pool, after `begin`; keeps its memory alive."""
+        ...
+
+    def drop_pool(self) -> None:
+        """No more mappings will be made; the pool's memory goes with those that exist. May be called again."""
         ...
 
     def read_records(self) -> bytes:
@@ -94,7 +99,7 @@ class _Pipes:
         self.close(*self.free, *self.full, *self.ctl)
 
     def read_records(self) -> bytes:
-        return os.read(self.full[0], wire.RECORD.size * 256)
+        return os.read(self.full[0], wire.RECORD.size * 1024)  # all that a pipe holds
 
     def write(self, fd: int, data: bytes) -> None:
         """Write all, unless the pipe is closed on either side: a reader that is gone shows in `full`."""
@@ -144,6 +149,12 @@ class ChildReader:
     def map_pool(self, offset: int, length: int) -> mmap.mmap | memoryview:
         return mmap.mmap(self._pool, length, offset=offset)
 
+    def drop_pool(self) -> None:
+        with self._lock:
+            if self._pool >= 0:
+                os.close(self._pool)
+            self._pool = -1
+
     def take_rows(self, place: int, count: int) -> bytes:
         return os.pread(self._rows, count, place)
 
@@ -158,7 +169,7 @@ class ChildReader:
                 self._ending = self._wait(grace_s)
                 if self._ending is None:
                     os.kill(self.pid, 9)
-                    self._ending = "stopped" if self._wait(_REAP_S) else "stopped, still in a system call"
+                    self._ending = "stopped" if self._wait(_REAP_S) else STUCK
                 if self._ending.endswith(
                     "call"
                 ):  # a dead network mount: the kernel ends it when the read returns
@@ -184,9 +195,10 @@ class ChildReader:
             if self._is_closed:
                 return
             self._is_closed = True
+        self.drop_pool()
         self._pipes.close_all()
-        for fd in (self._pool, self._plan, self._rows):
-            os.close(fd)
+        os.close(self._plan)
+        os.close(self._rows)
 
 
 def spawn_reader(nice: int = 0) -> ChildReader:
@@ -267,6 +279,7 @@ class ThreadReader:
         self._reader = wire.Reader(
             self._pipes.free[0], self._pipes.full[1], self._pipes.ctl[0], self._put_rows, self._note
         )
+        self._reader.drop_pool = self._forget_pool
         self.read_records, self.give_slots, self.send = (
             self._pipes.read_records,
             self._pipes.give_slots,
@@ -275,6 +288,9 @@ class ThreadReader:
 
     def _put_rows(self, place: int, data: memoryview) -> None:
         self._rows[place] = bytes(data)
+
+    def _forget_pool(self) -> None:
+        self._reader.pool = memoryview(b"")
 
     def _note(self, text: str) -> None:
         self._crash = text
@@ -296,6 +312,9 @@ class ThreadReader:
         assert self._pool is not None, "begin() comes first"
         return self._pool[offset : offset + length]
 
+    def drop_pool(self) -> None:
+        self._pool = None
+
     def take_rows(self, place: int, count: int) -> bytes:
         return self._rows.pop(place)
 
@@ -312,7 +331,7 @@ class ThreadReader:
                 if drain and select.select([self._pipes.full[0]], [], [], 0.001)[0]:
                     self._pipes.read_records()
                 alive[0].join(0.001)
-            self._ending = "stopped, still in a system call" if alive else "stopped"
+            self._ending = STUCK if alive else "stopped"
             self._pipes.close(self._pipes.full[1])
             if not alive:
                 self._reader.close_files()

@@ -70,10 +70,13 @@ class RowRequest:
 
 
 class RowDesk:
-    """Numbers requests, gives each its place in the rows memory, and matches the answers."""
+    """Numbers requests, gives each its place in the rows memory, and matches the answers.
 
-    def __init__(self, link: ReaderLink, wire_plan: WirePlan) -> None:
-        self._link = link
+    Requests wait here while there is no reader yet (`use` has not been called).
+    """
+
+    def __init__(self, wire_plan: WirePlan) -> None:
+        self._link: ReaderLink | None = None
         self._wire_plan = wire_plan
         self._lock = threading.Lock()
         self._waiting: dict[int, RowRequest] = {}
@@ -81,24 +84,25 @@ class RowDesk:
         self._next_place = 0
         self._failure: WorkerError | None = None
 
+    def use(self, link: ReaderLink) -> None:
+        """Ask this reader from now on, also for what another one has not answered."""
+        with self._lock:
+            self._link = link
+            for number, request in self._waiting.items():
+                link.send(wire.GATHER, self._message(number, request))
+
     def ask(self, table: PlanTensor, rows: Sequence[int], device: str) -> RowRequest:
         """Send a request. Raises: InternalError: a row number outside the table."""
         if not table.shape:
             raise InternalError("a scalar has no rows", where=table.name)
         bad = [row for row in rows if not 0 <= row < table.shape[0]]
         if bad:
-            raise InternalError(
-                "row is outside the table",
-                where=table.name,
-                found=bad[:5],
-                expected=f"0..{table.shape[0] - 1}",
-            )
+            limit = f"0..{table.shape[0] - 1}"
+            raise InternalError("row is outside the table", where=table.name, found=bad[:5], expected=limit)
         request = RowRequest(table, rows, device)
         if not request.unique or not request.row_bytes:
             request.deliver(b"")
             return request
-        file = self._wire_plan.file_numbers[table.file]
-        edges = table_edges(table, file, self._wire_plan.tensors.index(table.name))
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -107,20 +111,16 @@ class RowDesk:
             request.place = self._next_place
             self._next_place += len(request.unique) * request.row_bytes
             self._waiting[number] = request
-        head = wire.ROWS.pack(
-            number, file, table.file_offset, request.row_bytes, request.place, len(request.unique),
-            len(edges) // wire.EDGE.size,
-        )  # fmt: skip
-        numbers = b"".join(row.to_bytes(8, "little") for row in request.unique)
-        self._link.send(wire.GATHER, head + edges + numbers)
+            if self._link is not None:
+                self._link.send(wire.GATHER, self._message(number, request))
         return request
 
     def deliver(self, number: int) -> RowRequest:
         """An answer is in the rows memory."""
         with self._lock:
+            assert self._link is not None, "an answer needs a reader"
             request = self._waiting.pop(number)
-        data = self._link.take_rows(request.place, len(request.unique) * request.row_bytes)
-        with self._lock:
+            data = self._link.take_rows(request.place, len(request.unique) * request.row_bytes)
             if not self._waiting:
                 self._next_place = 0  # nobody's rows are there: start over instead of growing
         request.deliver(data)
@@ -133,3 +133,13 @@ class RowDesk:
             waiting, self._waiting = list(self._waiting.values()), {}
         for request in waiting:
             request.fail(error)
+
+    def _message(self, number: int, request: RowRequest) -> bytes:
+        table = request.table
+        file = self._wire_plan.file_numbers[table.file]
+        edges = table_edges(table, file, self._wire_plan.tensors.index(table.name))
+        head = wire.ROWS.pack(
+            number, file, table.file_offset, request.row_bytes, request.place, len(request.unique),
+            len(edges) // wire.EDGE.size,
+        )  # fmt: skip
+        return head + edges + b"".join(row.to_bytes(8, "little") for row in request.unique)

@@ -12,7 +12,7 @@ from loader import budget, torch_api
 from loader import reader as wire
 from loader.arena import HostArena
 from loader.collector import Collector, Patience, Transport
-from loader.errors import CapabilityError, InternalError
+from loader.errors import InternalError
 from loader.intake import Intake
 from loader.ladder import open_host_reader
 from loader.load_plan import LoadPlan
@@ -38,14 +38,12 @@ class WeightStream:
         self,
         plan: LoadPlan,
         device: str,
-        path: str,
         transport: Transport,
         progress: LoadProgress,
         rows: RowDesk,
     ) -> None:
         self.plan = plan
         self.device = device
-        self.path = path
         self._transport = transport
         self._progress = progress
         self._rows = rows
@@ -138,6 +136,11 @@ class WeightStream:
         return self._progress.marks()
 
     @property
+    def path(self) -> str:
+        """Rung of the ladder in use, "A" … "E"."""
+        return self._transport.path
+
+    @property
     def failure(self) -> Exception | None:
         return self._progress.failure
 
@@ -164,13 +167,10 @@ class WeightStream:
                 return self._views[name]
             if self._is_closed:
                 self._progress.wait_all()  # raises: closed, or what came before
-            if tensor.bytes == 0:
-                view = torch_api.empty_tensor(tensor, self.device)
-            else:
-                if tensor.arena not in self._arena_bytes:
-                    exposed = self._transport.arena(tensor.arena).expose()
-                    self._arena_bytes[tensor.arena] = torch_api.byte_tensor(exposed, self.device)
-                view = torch_api.tensor_view(self._arena_bytes[tensor.arena], tensor)
+            if tensor.arena not in self._arena_bytes:
+                exposed = self._transport.arena(tensor.arena).expose()
+                self._arena_bytes[tensor.arena] = torch_api.byte_tensor(exposed, self.device)
+            view = torch_api.tensor_view(self._arena_bytes[tensor.arena], tensor)
             self._views[name] = view
             return view
 
@@ -194,7 +194,9 @@ def start(
     options = options or StreamOptions()
     if device_ordinal(device) < 0:
         return _start_host(plan, directory, options, reader)
-    raise CapabilityError("CUDA devices are not supported", where="device", found=device, expected="cpu")
+    from loader.device_start import start_device
+
+    return start_device(plan, directory, device, options, reader)
 
 
 def _start_host(
@@ -216,11 +218,11 @@ def _start_host(
         rate=(options.storage_gbps or 0.0) * 1e9,
         fault=options.storage_fault,
     )
+    wire_plan = encode_plan(plan, directory, settings)
     try:
-        wire_plan = encode_plan(plan, directory, settings)
         link.begin(wire_plan.data, bases[-1])
         arenas = [
-            HostArena(arena.name, link.map_pool(base, arena.bytes) if arena.bytes else memoryview(b""))
+            HostArena(arena.name, link.map_pool(base, arena.bytes))
             for arena, base in zip(plan.arenas, bases, strict=False)
         ]
     except OSError as error:
@@ -229,11 +231,12 @@ def _start_host(
         raise InternalError(
             f"cannot make {bases[-1]} bytes of arenas: {error}", where="loader.stream"
         ) from error
-    rows = RowDesk(link, wire_plan)
-    intake = Intake(plan, wire_plan, link, progress, rows)
+    link.drop_pool()
+    rows = RowDesk(wire_plan)
+    intake = Intake(plan, wire_plan, progress, rows)
+    rows.use(link)
+    intake.use(link)
     patience = Patience(progress, plan.total_bytes, options.max_load_s)
     transport = Collector(link, arenas, intake, progress, rows, patience)
     transport.start()
-    if not plan.groups:
-        progress.mark_ready([])
-    return WeightStream(plan, "cpu", "E", transport, progress, rows)
+    return WeightStream(plan, "cpu", transport, progress, rows)

@@ -55,13 +55,6 @@ def tensor_view(arena: Tensor, tensor: PlanTensor) -> Tensor:
     return part.view(torch_dtype(tensor.dtype)).view(tensor.shape)
 
 
-def empty_tensor(tensor: PlanTensor, device: str) -> Tensor:
-    """A tensor without elements; it has no place in an arena."""
-    import torch
-
-    return torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device=device)
-
-
 def tensor_from_bytes(data: bytes, dtype: str, shape: tuple[int, ...], device: str) -> Tensor:
     """A tensor with memory of its own."""
     import torch

@@ -1,0 +1,69 @@
+"""The host ring as the uploader sees it: addresses of slots, pinned one by one after their first fill.
+
+Registering a whole ring at once would hold up other driver calls, and registering untouched pages makes the driver
+fault them in one by one. A slot is never unregistered or unmapped while a copy from it may be in flight.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+from loader.budget import RingChoice
+from loader.driver import Driver, PinningRefused, address_of
+
+_ENOUGH_PINNED = 256 << 20
+
+
+class Ring:
+    """Slots in `memory`. `pinning`: "register", "pinned" (by the driver itself) or "pageable"."""
+
+    def __init__(
+        self, driver: Driver, memory: mmap.mmap | memoryview, choice: RingChoice, pinning: str
+    ) -> None:
+        self.pinning = pinning
+        self.choice = choice
+        self.refusal = ""
+        self._driver = driver
+        self._memory: mmap.mmap | memoryview | None = memory
+        self._base = address_of(memory)
+        self._registered: set[int] = set()
+
+    @property
+    def pinned_bytes(self) -> int:
+        if self.pinning == "pinned":
+            return self.choice.bytes
+        return len(self._registered) * self.choice.slot_bytes
+
+    def address(self, slot: int) -> int:
+        return self._base + slot * self.choice.slot_bytes
+
+    def pin(self, slot: int) -> bool:
+        """Pin a slot that was just filled for the first time; nothing for others.
+
+        Returns: whether the slot may be used again. After a refusal, slots that are not pinned leave the ring as long
+        as 256 MiB of pinned ones remain; below that they stay and are copied as pageable memory.
+        """
+        if self.pinning != "register" or slot in self._registered:
+            return True
+        if not self.refusal:
+            try:
+                self._driver.host_register(self.address(slot), self.choice.slot_bytes)
+                self._registered.add(slot)
+                return True
+            except PinningRefused as error:
+                self.refusal = str(error)
+        return self.pinned_bytes < min(_ENOUGH_PINNED, self.choice.bytes // 2)
+
+    def close(self) -> None:
+        """Unpin and unmap. No copy may be in flight. May be called again."""
+        for slot in sorted(self._registered):
+            self._driver.host_unregister(self.address(slot))
+        self._registered.clear()
+        self._memory = None
+
+    def abandon(self) -> None:
+        """Keep the memory mapped until the process ends: the context is broken and copies may still be in flight."""
+        if self._memory is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
+        self._registered.clear()
