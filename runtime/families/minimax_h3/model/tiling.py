@@ -195,15 +195,15 @@ class UnitPlan:
         surplus = sum(short if (num_latents + k) % stride == 0 else ratio for k in range(pad))
         tail = slice(stride * ratio + lead, (stride + overlap) * ratio)
         return cls(
-            units,
-            stride,
-            stride + overlap,
-            pad,
-            surplus,
-            slice(lead, stride * ratio),
-            tail,
-            config.clip_length,
-            fade,
+            units=units,
+            stride=stride,
+            window=stride + overlap,
+            pad_latents=pad,
+            surplus=surplus,
+            head=slice(lead, stride * ratio),
+            tail=tail,
+            clip_frames=config.clip_length,
+            fade=fade,
         )
 
     @property
