@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 from loader.errors import CapabilityError, InternalError
 from runtime.media.check import Mp4Expectation, check_mp4
 from runtime.media.mux import Mp4File
-from runtime.media.pcm import fit_pcm
+from runtime.media.pcm import fit_pcm, resample_linear
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,16 +40,6 @@ _BLANK_STEP = 8  # every 8th row and column is looked at to find a picture witho
 
 
 @dataclass(frozen=True)
-class EncodeOptions:
-    """libx264 rate factor (0 lossless … 51) and preset, AAC bits per second, encoder threads (0: as many as cores)."""
-
-    crf: int = 18
-    preset: str = "veryfast"
-    audio_bit_rate: int = 192_000
-    threads: int = 0
-
-
-@dataclass(frozen=True)
 class Mp4Result:
     """What was written. `audio_shift` samples were added (or cut, negative) to fit the sound to the picture."""
 
@@ -57,6 +47,7 @@ class Mp4Result:
     frames: int
     bytes: int
     sha256: str
+    sample_rate: int
     audio_samples: int
     audio_shift: int
     audio_clipped: int
@@ -73,33 +64,30 @@ class Mp4Writer:
         height: int,
         fps: int = 24,
         *,
-        sample_rate: int = SAMPLE_RATE,
         expected_frames: int | None = None,
-        options: EncodeOptions | None = None,
+        crf: int = 18,
+        preset: str = "veryfast",
+        audio_bit_rate: int = 192_000,
+        threads: int = 0,
     ) -> None:
-        """Open the file and both encoders.
+        """Open the file and the picture's encoder.
 
         Args:
             path: target; a file of that name is replaced at the end.
             width, height: pixels, even.
-            sample_rate: of the sound, one of AAC's rates.
             expected_frames: the count, if known; another one is refused at the end.
+            crf, preset: libx264's rate factor (0 lossless … 51) and preset.
+            audio_bit_rate: of the AAC stream, bits per second.
+            threads: of the picture's encoder; 0: as many as cores.
 
         Raises:
             RequestError: the target's folder is not writable.
-            CapabilityError: no H.264 encoder here, or a sample rate that AAC does not have.
+            CapabilityError: no H.264 encoder here, or one that refuses these options.
         """
-        if sample_rate not in AAC_RATES:
-            raise CapabilityError(
-                "AAC has no such sample rate",
-                where="sample_rate",
-                found=sample_rate,
-                expected=", ".join(map(str, AAC_RATES)),
-            )
         if width % 2 or height % 2 or min(width, height) < 2:
             raise InternalError("H.264 4:2:0 needs even sides", where="video", found=f"{width}x{height}")
         self.path, self.width, self.height, self.fps = Path(path), width, height, fps
-        self.sample_rate, self.expected_frames = sample_rate, expected_frames
+        self.expected_frames, self.audio_bit_rate = expected_frames, audio_bit_rate
         self.frames = 0
         self._darkest, self._brightest = 255, 0
         self._packets: list[Packet[Any]] = []
@@ -108,8 +96,7 @@ class Mp4Writer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mp4-encoder")
         self._done = False
         try:
-            self._video = self._open_video(options or EncodeOptions())
-            self._audio = self._open_audio(options or EncodeOptions())
+            self._video = self._open_video(crf, preset, threads)
         except BaseException:
             self.abort()
             raise
@@ -146,15 +133,18 @@ class Mp4Writer:
         self._pending.append(self._thread.submit(self._encode_unit, unit, self.frames))
         self.frames += len(unit)
 
-    def finish(self, audio: NDArray[np.floating[Any]], sample_rate: int | None = None) -> Mp4Result:
+    def finish(self, audio: NDArray[np.floating[Any]], sample_rate: int = SAMPLE_RATE) -> Mp4Result:
         """Add the sound, close, check and name the file.
 
-        Args: audio: float [2, samples], as long as the picture within half an audio latent.
+        Args:
+            audio: float [2, samples], as long as the picture within half an audio latent.
+            sample_rate: of `audio`; one that AAC does not have (small test models) is brought to 32 kHz.
+
         Raises: InternalError: no or wrong number of frames, one colour throughout, unusable sound, or a file that
             fails its check. Nothing is left behind then.
         """
         try:
-            return self._finish(audio, sample_rate or self.sample_rate)
+            return self._finish(audio, sample_rate)
         finally:
             self.abort()
 
@@ -169,24 +159,24 @@ class Mp4Writer:
         if self._done:
             raise InternalError("finished twice", where="video encoder")
         self._check_picture()
-        if sample_rate != self.sample_rate:
-            raise InternalError(
-                "sample rate", where="audio decoder", found=sample_rate, expected=self.sample_rate
-            )
         pcm = fit_pcm(audio, sample_rate, self.frames, self.fps)
-        sound = self._encode_audio(pcm.samples)
+        samples, rate = pcm.samples, sample_rate
+        if rate not in AAC_RATES:
+            rate = SAMPLE_RATE
+            samples = resample_linear(samples, round(self.frames * rate / self.fps))
+        sound = self._encode_audio(samples, rate)
         while self._pending:
             self._pending.popleft().result()
         with _encoding("video encoder"):
             self._packets += self._video.encode()
         self._file.write(self._packets + sound)
         partial = self._file.close()
-        self._recheck(partial, pcm.samples.shape[1])
+        self._recheck(partial, samples.shape[1], rate)
         digest, size = hashlib.sha256(partial.read_bytes()).hexdigest(), partial.stat().st_size
         self._file.commit()
         return Mp4Result(
-            self.path, self.frames, size, digest, pcm.samples.shape[1], pcm.shift, pcm.clipped, pcm.peak
-        )  # fmt: skip
+            self.path, self.frames, size, digest, rate, samples.shape[1], pcm.shift, pcm.clipped, pcm.peak
+        )
 
     def _check_picture(self) -> None:
         if not self.frames or self.expected_frames not in (None, self.frames):
@@ -202,9 +192,9 @@ class Mp4Writer:
                 hint="not-a-number latents decode to this",
             )  # fmt: skip
 
-    def _recheck(self, partial: Path, samples: int) -> None:
+    def _recheck(self, partial: Path, samples: int, sample_rate: int) -> None:
         expectation = Mp4Expectation(
-            width=self.width, height=self.height, frames=self.frames, fps=self.fps, sample_rate=self.sample_rate,
+            width=self.width, height=self.height, frames=self.frames, fps=self.fps, sample_rate=sample_rate,
             audio_samples=samples,
         )  # fmt: skip
         report = check_mp4(partial, expectation, decode=False)
@@ -213,17 +203,17 @@ class Mp4Writer:
                 "the written file fails its check", where=self.path.name, found="; ".join(report.problems)
             )
 
-    def _open_video(self, options: EncodeOptions) -> VideoStream:
+    def _open_video(self, crf: int, preset: str, threads: int) -> VideoStream:
         import av
 
         try:
             stream: VideoStream = self._file.container.add_stream(
-                "libx264", rate=self.fps, options={"crf": str(options.crf), "preset": options.preset}
+                "libx264", rate=self.fps, options={"crf": str(crf), "preset": preset}
             )
             stream.width, stream.height, stream.pix_fmt = self.width, self.height, "yuv420p"
             context = stream.codec_context
             context.time_base = Fraction(1, self.fps)
-            context.thread_count = options.threads
+            context.thread_count = threads
             context.color_range = _LIMITED
             context.colorspace = context.color_primaries = context.color_trc = _BT709
             context.open()
@@ -231,14 +221,9 @@ class Mp4Writer:
             raise CapabilityError(
                 "the H.264 encoder cannot be opened",
                 where="libx264",
-                found=f"{error}; {options}",
+                found=f"{error}; crf {crf}, preset {preset}",
                 hint="install a PyAV build with libx264, or use one of its presets",
             ) from error
-        return stream
-
-    def _open_audio(self, options: EncodeOptions) -> AudioStream:
-        stream: AudioStream = self._file.container.add_stream("aac", rate=self.sample_rate, layout="stereo")
-        stream.bit_rate = options.audio_bit_rate
         return stream
 
     def _encode_unit(self, unit: NDArray[np.uint8], first: int) -> None:
@@ -260,24 +245,21 @@ class Mp4Writer:
             with _encoding("video encoder"):
                 self._packets += self._video.encode(frame)
 
-    def _encode_audio(self, samples: NDArray[np.float32]) -> list[Packet[Any]]:
+    def _encode_audio(self, samples: NDArray[np.float32], sample_rate: int) -> list[Packet[Any]]:
         """The whole clip through one encoder, from sample 0 on; the container turns its priming into an edit list."""
         import numpy as np
         from av import AudioFrame
 
         packets: list[Packet[Any]] = []
-        for start in range(0, samples.shape[1], _AAC_FRAME):
-            block = np.ascontiguousarray(samples[:, start : start + _AAC_FRAME])
-            frame = AudioFrame.from_ndarray(block, format="fltp", layout="stereo")
-            frame.sample_rate, frame.pts, frame.time_base = (
-                self.sample_rate,
-                start,
-                Fraction(1, self.sample_rate),
-            )
-            with _encoding("audio encoder"):
-                packets += self._audio.encode(frame)
         with _encoding("audio encoder"):
-            return packets + list(self._audio.encode())
+            stream: AudioStream = self._file.container.add_stream("aac", rate=sample_rate, layout="stereo")
+            stream.bit_rate = self.audio_bit_rate
+            for start in range(0, samples.shape[1], _AAC_FRAME):
+                block = np.ascontiguousarray(samples[:, start : start + _AAC_FRAME])
+                frame = AudioFrame.from_ndarray(block, format="fltp", layout="stereo")
+                frame.sample_rate, frame.pts, frame.time_base = sample_rate, start, Fraction(1, sample_rate)
+                packets += stream.encode(frame)
+            return packets + list(stream.encode())
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import pytest
 from runtime.media import signals
 from runtime.media.boxes import top_level_boxes
 from runtime.media.check import Mp4Expectation, check_mp4, main
-from runtime.media.encode import EncodeOptions, Mp4Writer
+from runtime.media.encode import Mp4Writer
 from tests.runtime.media.clips import load_case, moving_frames, tone
 
 GOOD = Mp4Expectation(width=48, height=32, frames=41, audio_samples=round(41 * 32_000 / 24))
@@ -22,7 +22,7 @@ GOOD = Mp4Expectation(width=48, height=32, frames=41, audio_samples=round(41 * 3
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("good") / "clip.mp4"
-    with Mp4Writer(path, 48, 32, options=EncodeOptions(threads=1)) as writer:
+    with Mp4Writer(path, 48, 32, threads=1) as writer:
         writer.add_frames(moving_frames(41))
         writer.finish(tone(41))
     return path
@@ -148,7 +148,7 @@ def test_shifted_clicks_fail(tmp_path: Path) -> None:
     expectation = Mp4Expectation(frames=141, clicks=True)
     for shift, good in ((0, True), (256, True), (640, False), (-640, False)):
         path = tmp_path / f"{shift}.mp4"
-        with Mp4Writer(path, 128, 96, options=EncodeOptions(threads=1)) as writer:
+        with Mp4Writer(path, 128, 96, threads=1) as writer:
             writer.add_frames(frames)
             writer.finish(np.roll(audio, shift, axis=1))
         assert check_mp4(path, expectation).ok == good, shift
@@ -158,7 +158,7 @@ def test_one_bright_frame_is_flagged(tmp_path: Path) -> None:
     """C67: an isolated frame brighter than its neighbours."""
     frames = moving_frames(60).copy()
     frames[31] = np.minimum(frames[31].astype(int) + 25, 255)
-    with Mp4Writer(tmp_path / "clip.mp4", 48, 32, options=EncodeOptions(threads=1)) as writer:
+    with Mp4Writer(tmp_path / "clip.mp4", 48, 32, threads=1) as writer:
         writer.add_frames(frames)
         writer.finish(tone(60))
     report = check_mp4(tmp_path / "clip.mp4", Mp4Expectation(forbid_spikes=True))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loader.errors import InternalError
-from runtime.media.pcm import fit_pcm
+from runtime.media.pcm import fit_pcm, resample_linear
 
 
 def noise(samples: int, scale: float = 0.5) -> np.ndarray:
@@ -55,3 +55,12 @@ def test_clamps_and_counts(dtype: type) -> None:
 def test_unusable_sound_is_refused(audio: np.ndarray, message: str) -> None:
     with pytest.raises(InternalError, match=message):
         fit_pcm(audio, 32_000, 24, 24)
+
+
+def test_linear_resampling_keeps_times_and_values() -> None:
+    ramp = np.stack([np.arange(160.0), -np.arange(160.0)]).astype(np.float32)
+    wide = resample_linear(ramp, 32_000)
+    assert wide.shape == (2, 32_000)
+    assert np.array_equal(wide[:, ::200], ramp)
+    assert wide[0, 100] == pytest.approx(0.5)
+    assert np.array_equal(resample_linear(ramp, 160), ramp)
