@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from loader.errors import CapabilityError, WorkerError
 
@@ -53,10 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _load(command: str):  # type: ignore[no-untyped-def]  # (argv) -> int of another package
+def _load(command: str) -> Callable[[Sequence[str]], int]:
     module, _, function = COMMANDS[command][0].partition(":")
     try:
-        return getattr(importlib.import_module(module), function)
+        run: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.split(".")[0] == "scripts":
             raise CapabilityError(
@@ -65,6 +65,7 @@ def _load(command: str):  # type: ignore[no-untyped-def]  # (argv) -> int of ano
                 hint="git clone it and run there",
             ) from error
         raise
+    return run
 
 
 def _usage() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from runtime.family import Family, ImageResolver, Job, Prepared
     from runtime.settings import Settings
     from runtime.weights import WeightSet
+
+# Loader mark → headline mark. "all weights" ends when the last group is in place.
+_LOADER_MARKS = {"first byte": "first_read", "context": "context_ready", "all weights": "all_weights_resident"}
 
 
 class Engine:
@@ -35,6 +39,7 @@ class Engine:
         self.family = family
         self.weights = weights
         self.device = device
+        self._is_load_recorded = False
 
     def prepare(self, body: Mapping[str, object], resolve_image: ImageResolver | None = None) -> Prepared:
         """Validate a request and prepare what needs no torch. Raises: RequestError."""
@@ -80,13 +85,61 @@ class Engine:
 
             torch.cuda.synchronize()
 
-    def record_load(self) -> None:
-        """Put the loader's marks on the timeline; call it once the weights are resident or the start has ended."""
-        for stream in self.weights.streams:
-            for mark in stream.marks():
-                self.timeline.add_span(
-                    mark.name, mark.start_ns, mark.end_ns, thread=mark.thread, bytes=mark.bytes
-                )
+    def wait_resident(self, on_progress: Callable[[int, int], None], every_s: float) -> None:
+        """Block until everything the start asked for is in place, reporting (bytes in place, bytes in all).
+
+        Raises: the failure that stopped the load.
+        """
+        stream = self.weights.streams[0]
+        sizes = {group.name: group.end - group.start for group in self.manifest.groups.values()}
+        missing = [group.name for group in stream.plan.groups]
+        total = sum(sizes[name] for name in missing)
+        while missing := [name for name in missing if not stream.is_ready(name)]:
+            if stream.failure is not None:
+                raise stream.failure
+            on_progress(total - sum(sizes[name] for name in missing), total)
+            time.sleep(every_s)
+        on_progress(total, total)
+
+    def write_timeline(self) -> str | None:
+        """Write the start's timeline where the settings want it, with the loader's spans; its path, or None."""
+        self._record_load()
+        if not self.settings.timeline:
+            return None
+        from runtime.timeline_views import write_json, write_svg
+
+        path = Path(self.settings.timeline)
+        order = self.timeline.facts.get("order")
+        write_json(self.timeline, path)
+        write_svg(
+            self.timeline,
+            path.with_suffix(".svg"),
+            f"Start of {self.manifest.model['family']}, {order}, {self.device}",
+        )
+        return str(path)
+
+    def _record_load(self) -> None:
+        """Put the first stream's marks on the timeline, once."""
+        if self._is_load_recorded:
+            return
+        self._is_load_recorded = True
+        components: dict[str, tuple[int, int, int]] = {}
+        for mark in self.weights.streams[0].marks():
+            is_group = mark.name.startswith("group ")
+            thread = "groups" if is_group else mark.thread
+            self.timeline.add_span(mark.name, mark.start_ns, mark.end_ns, thread=thread, bytes=mark.bytes)
+            if is_group:
+                component = mark.name.removeprefix("group ").partition("/")[0]
+                start, end, size = components.get(component, (mark.start_ns, mark.end_ns, 0))
+                span = min(start, mark.start_ns), max(end, mark.end_ns), size + mark.bytes
+                components[component] = span
+            elif mark.name in _LOADER_MARKS:
+                self.timeline.mark(_LOADER_MARKS[mark.name], mark.end_ns)
+        for component, (start, end, size) in components.items():
+            gbps = size / max(end - start, 1)
+            self.timeline.add_span(
+                f"load {component}", start, end, thread="weights", bytes=size, gbps=round(gbps, 2)
+            )
 
     def close(self) -> None:
         self.weights.close()

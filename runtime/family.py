@@ -73,7 +73,8 @@ class Decoder(Protocol):
 class Stage(Protocol):
     """One run of the denoiser over one schedule."""
 
-    steps: Sequence[Step]
+    @property
+    def steps(self) -> Sequence[Step]: ...
 
     def start(self, previous: Latents | None) -> Latents:
         """Initial latents: noise, or the previous stage's result upsampled."""
@@ -121,6 +122,10 @@ class Family(Protocol):
 
     def prepare(self, request: Any) -> Prepared:
         """Tokens, pictures and packed layout. Raises: RequestError (prompt too long, picture unusable)."""
+        ...
+
+    def import_models(self) -> None:
+        """Import the numerical modules, so that no import is left for the first request."""
         ...
 
     def start(self, prepared: Prepared, weights: WeightSource, device: str) -> Job: ...

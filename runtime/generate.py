@@ -9,12 +9,8 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from runtime import bootstrap  # t = 0
-
-if TYPE_CHECKING:
-    from runtime.engine import Engine
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,8 +39,7 @@ def main(argv: Sequence[str]) -> int:
             prepared, output, cancelled=cancelled, on_phase=progress.phase, on_step=progress.step
         )
         progress.close()
-        engine.record_load()
-        result["timeline"] = _write_timeline(engine, args.timeline, prepared.order)
+        result["timeline"] = engine.write_timeline()
         result["output"] = str(output)
         result["headline"] = engine.timeline.headline()
     _print(result, as_json=args.json)
@@ -128,20 +123,6 @@ def _stop_on_signals(cancelled: threading.Event) -> None:
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-
-
-def _write_timeline(engine: Engine, path_text: str | None, order: str) -> dict[str, str] | None:
-    if not path_text:
-        return None
-    from runtime.timeline_views import write_json, write_svg
-
-    path = Path(path_text)
-    picture = path.with_suffix(".svg")
-    write_json(engine.timeline, path)
-    write_svg(
-        engine.timeline, picture, f"Start of {engine.manifest.model['family']}, {order}, {engine.device}"
-    )
-    return {"json": str(path), "picture": str(picture)}
 
 
 def _print(result: dict[str, object], *, as_json: bool) -> None:

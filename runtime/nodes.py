@@ -84,16 +84,17 @@ class _Start:
 
     def load(self, results: Results) -> WeightSet:
         from loader.load_plan import plan_load
-        from loader.stream import StreamOptions, start
+        from loader.options import StreamOptions
+        from loader.stream import start
         from runtime.weights import WeightSet
 
         manifest, family = results["manifest"]
         options = StreamOptions(
             verify=self.settings.verify,
-            ring_gib=self.settings.ring_gib,
-            threads=self.settings.reader_threads,
-            storage_gbps=self.settings.storage_gbps,
-            path=self.settings.loader_path,
+            ring_bytes=round(self.settings.ring_gib * 2**30) // 4096 * 4096 or None,
+            threads=self.settings.reader_threads or None,
+            storage_gbps=self.settings.storage_gbps or None,
+            path=self.settings.loader_path or None,
         )
         self.weights = WeightSet(
             lambda groups: start(

@@ -63,7 +63,7 @@ def generate(
     timeline.mark("conditioner_done")
     _check(hooks)
     hooks.on_phase("denoising")
-    latents = _denoise(job, hooks)
+    latents = denoise(job, hooks)
     hooks.on_phase("decoding")
     with timeline.span("decode and encode"):
         written = _decode(job, latents, output, hooks, encoder or {})
@@ -71,7 +71,8 @@ def generate(
     return {**job.report(), **written}
 
 
-def _denoise(job: Job, hooks: Hooks) -> Latents:
+def denoise(job: Job, hooks: Hooks) -> Latents:
+    """All stages and steps of a job that has been conditioned; the final latents. Raises: Cancelled, WorkerError."""
     stages = job.stages()
     total = sum(len(stage.steps) for stage in stages)
     done = 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from runtime.timeline import HEADLINE, Span, Timeline
 
 _ROW_PX, _LEFT_PX, _PLOT_PX, _RIGHT_PX, _TOP_PX = 22, 190, 860, 230, 64
+_JSON_ONLY = ("groups",)  # hundreds of spans that a picture cannot show
 _COLOURS = ("#3b6fb6", "#2f8f6b", "#b5651d", "#8258a8", "#a33f5e", "#4d7c8a", "#7a7a2a", "#5b5b9e")
 
 
@@ -150,7 +151,8 @@ def _mark_lines(marks: Sequence[tuple[str, float]], scale: float, body_px: int) 
 def _lanes(timeline: Timeline) -> list[tuple[str, list[list[Span]]]]:
     """Threads in order of first work; spans that overlap on a thread go to further rows."""
     lanes: dict[str, list[list[Span]]] = {}
-    for span in sorted(timeline.spans, key=lambda s: (s.start_ns, -s.end_ns)):
+    shown = [span for span in timeline.spans if span.thread not in _JSON_ONLY]
+    for span in sorted(shown, key=lambda s: (s.start_ns, -s.end_ns)):
         rows = lanes.setdefault(span.thread, [])
         row = next((row for row in rows if row[-1].end_ns <= span.start_ns), None)
         if row is None:

@@ -1,0 +1,136 @@
+"""MiniMax-H3 as a family of `runtime.family`: requests, load order, and jobs. torch only inside `start`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loader.errors import ArtifactError
+from runtime.families.minimax_h3.capabilities import Task, capabilities_of
+from runtime.families.minimax_h3.config import FPS
+from runtime.families.minimax_h3.keyframes import fit_keyframes
+from runtime.families.minimax_h3.packing import pack
+from runtime.families.minimax_h3.request import H3Request, parse_request
+from runtime.families.minimax_h3.tokens import build_token_stream
+from runtime.family import ImageResolver, MediaPlan, Prepared
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from loader.manifest import Manifest, ScheduleRecord
+    from runtime.family import Job
+    from runtime.weights import WeightSource
+
+TOKENIZER = "tokenizer/tokenizer.json"
+
+
+class MiniMaxH3:
+    """One prepared directory of MiniMax-H3.
+
+    Args:
+        task, schedule: what a start without a request loads; empty: t2va (or the only task) and its default schedule.
+    Raises: ArtifactError: the manifest's configuration or schedules are incomplete, or the defaults are not prepared.
+    """
+
+    def __init__(self, manifest: Manifest, directory: Path, task: str = "", schedule: str = "") -> None:
+        self.capabilities = capabilities_of(manifest)
+        self._manifest = manifest
+        self._directory = directory
+        self._tokenizer: Tokenizer | None = None
+        self._default_order = self._order_of(task or self.capabilities.tasks[0], schedule)
+
+    def parse(self, body: Mapping[str, object], resolve_image: ImageResolver | None = None) -> H3Request:
+        return parse_request(body, self.capabilities, resolve_image=resolve_image)
+
+    def likely_order(self, body: Mapping[str, object] | None) -> str:
+        """The order that an unvalidated body will most likely need; the deployment's default when in doubt."""
+        if body is None:
+            return self._default_order
+        task = "fl2va" if body.get("first_frame") or body.get("last_frame") else "t2va"
+        schedule = body.get("schedule")
+        order = f"{task}/{schedule}"
+        if order in self._manifest.orders:
+            return order
+        evaluations = body.get("num_evaluations")
+        order = f"{task}/base-{evaluations}"
+        if order in self._manifest.orders:
+            return order
+        try:
+            return self._order_of(task, "")
+        except ArtifactError:
+            return self._default_order
+
+    def prepare(self, request: H3Request) -> Prepared:
+        """Tokens, keyframes on the canvas, packed layout. Raises: RequestError (prompt too long)."""
+        import numpy
+
+        config = self.capabilities.config
+        fitted = fit_keyframes(
+            request.keyframes, request.width, request.height, crop_anchor=request.anchor_fit == "cover_crop"
+        )
+        canvas = (request.width, request.height)
+        tokens = build_token_stream(config, self._load_tokenizer(), request.prompt, [canvas] * len(fitted))
+        sequence = pack(
+            config,
+            tokens.tags,
+            request.latent_shape(config),
+            request.num_audio_latents,
+            [frame.anchor for frame in fitted],
+        )
+        record = self._schedule_record(request.task, request.schedule.name)
+        return Prepared(
+            request=request,
+            order=f"{request.task}/{request.schedule.name}",
+            media=MediaPlan(
+                request.width, request.height, request.num_frames, FPS, config.audio_vae.sampling_rate
+            ),
+            report={**request.report(), "keyframe_transforms": [frame.transform for frame in fitted]},
+            parts={
+                "tokens": tokens,
+                "sequence": sequence,
+                "keyframes": tuple(numpy.asarray(frame.image).copy() for frame in fitted),
+                "table_key": f"{record.name}.{record.task}",
+                "condition_index": record.condition_index if request.task == "fl2va" else None,
+            },
+        )
+
+    def import_models(self) -> None:
+        """Import the numerical modules (and torch, if nobody has)."""
+        import runtime.families.minimax_h3.model.job  # noqa: F401 (the import is the work)
+
+    def start(self, prepared: Prepared, weights: WeightSource, device: str) -> Job:
+        from runtime.families.minimax_h3.model.job import H3Job, JobInput
+
+        request: H3Request = prepared.request
+        given = JobInput(
+            config=self.capabilities.config,
+            media=prepared.media,
+            schedule=request.schedule,
+            seed=request.seed,
+            noise_mode=request.noise,
+            **prepared.parts,
+        )
+        return H3Job(given, weights, device)
+
+    def _order_of(self, task: str, schedule: str) -> str:
+        if not schedule:
+            schedules = next((s for name, s in self.capabilities.schedules.items() if name == task), ())
+            schedule = schedules[0].name if schedules else "none"
+        self._manifest.order(task, schedule)  # raises with what is prepared
+        return f"{task}/{schedule}"
+
+    def _schedule_record(self, task: Task, name: str) -> ScheduleRecord:
+        found = (r for r in self._manifest.schedules if r.task == task and r.name == name)
+        return next(found)  # parse_request accepts prepared schedules only
+
+    def _load_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            from tokenizers import Tokenizer
+
+            path = self._directory / TOKENIZER
+            try:
+                self._tokenizer = Tokenizer.from_file(str(path))
+            except Exception as error:
+                raise ArtifactError(f"cannot be read as a tokenizer: {error}", where=str(path)) from error
+        return self._tokenizer

@@ -1,0 +1,206 @@
+"""One MiniMax-H3 request on one device: conditioning, the denoising stage, the two decoders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from runtime.families.minimax_h3.config import CONDITION_TIMESTEP, H3Config
+from runtime.families.minimax_h3.model.adaln import ModulationTables
+from runtime.families.minimax_h3.model.audio_vae import AudioDecoder
+from runtime.families.minimax_h3.model.conditioner import encode_prompt
+from runtime.families.minimax_h3.model.finite import OutputCheck, require_finite
+from runtime.families.minimax_h3.model.refiner import refine_text
+from runtime.families.minimax_h3.model.transformer import Transformer
+from runtime.families.minimax_h3.model.video_decoder import VideoDecoder
+from runtime.families.minimax_h3.model.video_encoder import encode_keyframe
+from runtime.families.minimax_h3.model.video_vae_pixels import to_uint8
+from runtime.families.minimax_h3.model.vision import image_patches
+from runtime.families.minimax_h3.noise import Noise, NoiseMode, draw_noise, noised_keyframe
+from runtime.families.minimax_h3.packing import PackedSequence, patchify, unpack_audio, unpatchify
+from runtime.families.minimax_h3.tokens import TokenStream
+from runtime.family import Latents, MediaPlan, Step
+from runtime.samplers import euler_step
+from runtime.schedules import Schedule
+from runtime.weights import WeightSource
+
+if TYPE_CHECKING:
+    import numpy
+
+
+@dataclass(frozen=True)
+class JobInput:
+    """Everything about a request that was prepared without torch.
+
+    Attributes:
+        keyframes: [H, W, 3] uint8 pictures at the canvas size, in packed order.
+        table_key: `<schedule>.<task>` of the modulation tables; condition_index: see `ModulationTables`.
+    """
+
+    config: H3Config
+    media: MediaPlan
+    schedule: Schedule
+    tokens: TokenStream
+    sequence: PackedSequence
+    keyframes: tuple[numpy.ndarray[Any, Any], ...]
+    seed: int
+    noise_mode: NoiseMode
+    table_key: str
+    condition_index: tuple[int, ...] | None
+
+
+class H3Job:
+    """See `runtime.family.Job`."""
+
+    def __init__(self, given: JobInput, weights: WeightSource, device: str) -> None:
+        self.media = given.media
+        self._given = given
+        self._weights = weights
+        self._device = device
+        self._noise: Noise | None = None
+        self._condition_rows: Tensor | None = None
+        tables = ModulationTables(weights, given.table_key, given.condition_index)
+        self._transformer = Transformer(given.config, weights, tables)
+
+    @torch.inference_mode()
+    def condition(self) -> None:
+        """Noise and keyframe latents, prompt embeds, refined text, per-request constants."""
+        given = self._given
+        self._noise = draw_noise(
+            given.config,
+            given.seed,
+            given.sequence.latent_shape,
+            given.sequence.num_audio_latents,
+            len(given.keyframes),
+            given.noise_mode,
+        )
+        patches = [image_patches(picture, given.config) for picture in given.keyframes]
+        self._condition_rows = self._keyframe_rows(self._noise)
+        prompt_embeds = encode_prompt(given.config, self._weights, given.tokens, patches, self._device)
+        text = refine_text(given.config, self._weights, prompt_embeds)
+        self._transformer.begin(text, given.sequence)
+
+    def stages(self) -> Sequence[DenoisingStage]:
+        assert self._noise is not None and self._condition_rows is not None, "condition() comes first"
+        return (DenoisingStage(self._given, self._transformer, self._noise, self._condition_rows, self._device),)
+
+    def decoders(self) -> Mapping[str, VideoUnits | AudioUnits]:
+        given = self._given
+        return {
+            "video": VideoUnits(given, VideoDecoder(given.config.video_vae, self._weights, self._device)),
+            "audio": AudioUnits(AudioDecoder(given.config.audio_vae, self._weights, self._device)),
+        }
+
+    def report(self) -> Mapping[str, object]:
+        assert self._noise is not None, "condition() comes first"
+        sequence = self._given.sequence
+        return {
+            "noise_sha256": self._noise.sha256(),
+            "rows": {
+                "text": sequence.num_text,
+                "keyframes": sequence.num_condition,
+                "audio": sequence.num_audio,
+                "video": sequence.num_video,
+            },
+            "evaluations": self._given.schedule.evaluations,
+        }
+
+    def _keyframe_rows(self, noise: Noise) -> Tensor:
+        """[Ncond, video_row_dim] float32 on the device; written once, never stepped."""
+        given = self._given
+        patch = given.config.transformer.patch_size
+        rows = [torch.empty(0, given.config.transformer.video_row_dim)]
+        for picture, keyframe_noise in zip(given.keyframes, noise.keyframes, strict=True):
+            pixels = torch.from_numpy(picture)
+            latents = encode_keyframe(pixels, given.config.video_vae, self._weights, self._device)
+            rows.append(
+                patchify(noised_keyframe(latents.unsqueeze(0), keyframe_noise, CONDITION_TIMESTEP), patch)
+            )
+        return torch.cat(rows).to(self._device)
+
+
+class DenoisingStage:
+    """The one stage of MiniMax-H3: both modalities share the index of the schedule."""
+
+    def __init__(
+        self, given: JobInput, transformer: Transformer, noise: Noise, condition_rows: Tensor, device: str
+    ) -> None:
+        self.steps = tuple(_steps(given.schedule))
+        self._patch = given.config.transformer.patch_size
+        self._transformer = transformer
+        self._noise = noise
+        self._condition_rows = condition_rows
+        self._device = device
+
+    def start(self, previous: Latents | None) -> Latents:
+        """Unit noise in row form: video [Nv, C*4], audio [Na, A], float32."""
+        video = patchify(self._noise.video, self._patch)
+        return {"video": video.to(self._device), "audio": self._noise.audio.to(self._device)}
+
+    @torch.inference_mode()
+    def denoiser(self, latents: Latents, step: Step) -> Latents:
+        video_rows = torch.cat((self._condition_rows, latents["video"]))
+        velocity = self._transformer.forward(video_rows, latents["audio"], step.evaluation)
+        return {"video": velocity.video, "audio": velocity.audio}
+
+    @torch.inference_mode()
+    def sampler(self, latents: Latents, velocity: Latents, step: Step) -> Latents:
+        return {
+            name: euler_step(
+                latents[name],
+                velocity[name],
+                step.timesteps[name],
+                step.sigmas[name],
+                step.next_sigmas[name],
+            )
+            for name in latents
+        }
+
+
+class VideoUnits:
+    """Video latents to frames, checked and rounded to bytes on the device."""
+
+    def __init__(self, given: JobInput, decoder: VideoDecoder) -> None:
+        self._given = given
+        self._decoder = decoder
+
+    @torch.inference_mode()
+    def units(self, latents: Latents) -> Iterator[numpy.ndarray[Any, Any]]:
+        """[F, H, W, 3] uint8 per temporal unit. Raises: InternalError: latents or pixels are not finite."""
+        given = self._given
+        require_finite(latents["video"], "video latents")
+        video = unpatchify(latents["video"], given.sequence.latent_shape, given.config.transformer.patch_size)
+        check = OutputCheck("decoded video")
+        for frames in self._decoder.units(video[0]):
+            check.add(frames)
+            yield to_uint8(frames).cpu().numpy()
+        check.finish()
+
+
+class AudioUnits:
+    """Audio latents to one piece of sound."""
+
+    def __init__(self, decoder: AudioDecoder) -> None:
+        self._decoder = decoder
+
+    @torch.inference_mode()
+    def units(self, latents: Latents) -> Iterator[numpy.ndarray[Any, Any]]:
+        """[2, samples] float32. Raises: InternalError: latents or samples are not finite."""
+        require_finite(latents["audio"], "audio latents")
+        samples = self._decoder.decode(unpack_audio(latents["audio"]))
+        require_finite(samples, "decoded audio")
+        yield samples.cpu().numpy()
+
+
+def _steps(schedule: Schedule) -> Iterator[Step]:
+    for e in range(schedule.evaluations):
+        yield Step(
+            evaluation=e,
+            timesteps={"video": schedule.video_timesteps[e], "audio": schedule.audio_timesteps[e]},
+            sigmas={"video": schedule.video_sigmas[e], "audio": schedule.audio_sigmas[e]},
+            next_sigmas={"video": schedule.video_sigmas[e + 1], "audio": schedule.audio_sigmas[e + 1]},
+        )
