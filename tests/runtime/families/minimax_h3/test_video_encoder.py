@@ -52,16 +52,15 @@ def _set_tiles(oracle: Any, tiles: TileGeometry) -> None:
     oracle.enable_tiling(tiles.size, tiles.size, tiles.min_overlap, tiles.min_overlap)
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(
     ("frames", "height", "width", "latent_frames"),
     [(1, 64, 96, 1), (1, 160, 112, 1), (17, 32, 48, 2), (22, 48, 32, 7), (39, 32, 32, 12), (5, 32, 32, 2)],
 )
 def test_moments_equal_the_reference(
-    name: str, frames: int, height: int, width: int, latent_frames: int, seed: int
+    name: str, frames: int, height: int, width: int, latent_frames: int
 ) -> None:
-    oracle = video_oracle(seed, **CONFIGS[name])
+    oracle = video_oracle(frames + height, **CONFIGS[name])
     _set_tiles(oracle, SMALL)
     config, weights = video_parts(oracle)
     video = _normalized(_pixels(frames, height, width))
