@@ -297,6 +297,8 @@ class JobStore:
                 shutil.rmtree(directory, ignore_errors=True)
             else:
                 self._remove_files(job, keep_video=job.status == COMPLETED, keep_inputs=job.is_active)
+        for job in self._active.values():
+            self.directory(job.id).mkdir(exist_ok=True)
         return [job for job in settled if job is not None]
 
     def running(self) -> list[Job]:

@@ -89,8 +89,14 @@ class ServiceProcess:
 
     def _listening(self) -> dict[str, Any] | None:
         if self.process.poll() is not None:
+            self._end_reader()
             raise AssertionError("the service ended:\n" + self.log())
         return next((entry for entry in self.entries() if entry.get("event") == "listening"), None)
+
+    def _end_reader(self) -> None:
+        self._reader.join(WAIT_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
     # ---- what it said and did
 
@@ -166,9 +172,7 @@ class ServiceProcess:
         self.gate.touch()
         if self.process.poll() is None:
             self.terminate()
-        self._reader.join(WAIT_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self._end_reader()
         for line in self.worker_lines():
             if line.startswith("start "):
                 pid = int(line.split()[1])

@@ -42,5 +42,5 @@ def start(tmp_path: Path, mp4: Path) -> Iterator[Callable[..., ServiceProcess]]:
         return process
 
     yield start_one
-    for process in started:
+    for process in reversed(started):
         process.close()
