@@ -181,9 +181,11 @@ def _check_ladder(name: str, ladder: str, sigmas: Sequence[float]) -> None:
     where = f"schedule {name}: {ladder}"
     if len(sigmas) < 2:
         raise ArtifactError("too few values", where=where, found=len(sigmas), expected="at least 2")
-    if not 0.0 < sigmas[0] <= 1.0 or sigmas[-1] != 0.0:
+    if not 0.0 < sigmas[0] <= 1.0 or sigmas[0] != round_float32(sigmas[0]) or sigmas[-1] != 0.0:
         ends = f"{sigmas[0]} … {sigmas[-1]}"
-        raise ArtifactError("wrong end points", where=where, found=ends, expected="first in (0, 1], last 0")
+        raise ArtifactError(
+            "wrong end points", where=where, found=ends, expected="first a float32 in (0, 1], last 0"
+        )
     for index, (sigma, following) in enumerate(pairwise(sigmas)):
         if not following < sigma or following != round_float32(following):
             raise ArtifactError(

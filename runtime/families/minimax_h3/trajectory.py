@@ -19,6 +19,7 @@ from runtime.families.minimax_h3.fields import Fields, quote
 from runtime.schedules import (
     AUDIO_SHIFT,
     FASTH3_VIDEO_SHIFT,
+    MAX_EVALUATIONS,
     VIDEO_SHIFT,
     Schedule,
     named_schedule,
@@ -72,7 +73,8 @@ def describe(schedule: Schedule) -> str:
 
 
 def _is_published_base(schedule: Schedule) -> bool:
-    return schedule.same_trajectory(named_schedule(f"base-{schedule.evaluations}"))
+    count = schedule.evaluations
+    return count <= MAX_EVALUATIONS and schedule.same_trajectory(named_schedule(f"base-{count}"))
 
 
 def _questions(fields: Fields) -> dict[str, Callable[[Schedule], bool]]:

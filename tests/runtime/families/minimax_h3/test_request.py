@@ -18,6 +18,7 @@ from loader.errors import ArtifactError, RequestError
 from runtime.families.minimax_h3 import canvas
 from runtime.families.minimax_h3.capabilities import Capabilities, capabilities_of
 from runtime.families.minimax_h3.request import FIELDS, MAX_SEED, H3Request, parse_request
+from runtime.families.minimax_h3.trajectory import shifts
 from runtime.schedules import explicit_schedule, named_schedule
 from tests.runtime.families.minimax_h3.small_config import small_config
 
@@ -196,6 +197,8 @@ def test_other_trajectories_are_refused(fields: dict[str, object], where: str) -
 
 def test_ladders_without_a_shift_answer_no_shift_question() -> None:
     own = explicit_schedule("own-2", [1.0, 0.5, 0.0], [1.0, 0.25, 0.0])
+    long = [1 - i / 1024 for i in range(1025)]
+    assert shifts(explicit_schedule("long", long, long)) is None
     capabilities = Capabilities(small_config(), {"t2va": (own,)})
     assert parse_request({"prompt": "x", "num_inference_steps": 2}, capabilities).schedule is own
     for field in ("flow_shift", "audio_flow_shift"):
@@ -279,7 +282,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.dictionaries(st.sampled_from(sorted(FIELDS)) | st.text(max_size=8), VALUES, max_size=5), st.booleans()
 )
