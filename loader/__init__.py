@@ -15,11 +15,13 @@ _PUBLIC = {
     "StreamOptions": "loader.options",
     "WeightStream": "loader.stream",
     "encode_manifest": "loader.manifest",
+    "plan_files": "loader.plain_files",
     "plan_load": "loader.load_plan",
     "read_header": "loader.header",
     "read_manifest": "loader.manifest",
     "spawn_reader": "loader.reader_link",
     "start": "loader.stream",
+    "start_rehash": "loader.verify",
 }
 
 __all__ = sorted(_PUBLIC)  # noqa: PLE0605 - the names are strings

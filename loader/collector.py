@@ -149,7 +149,7 @@ class Collector:
             if not data:
                 return self._at_end()
             for record in iter_records(data):
-                if record[0] == wire.FULL:
+                if record[0] in (wire.FULL, wire.HASHED):
                     self._arrived(record)
                 else:
                     self._intake.handle(record)

@@ -233,7 +233,8 @@ def recut(plan: LoadPlan, chunk_bytes: int) -> LoadPlan:
                     position[key] = len(order)
                     order.append(chunk)
                     touched.append([])
-                touched[position[key]].append(index)
+                if index not in touched[position[key]][-1:]:  # a group may have many ranges in one chunk
+                    touched[position[key]].append(index)
                 mine.append(position[key])
         groups.append(replace(group, chunks=tuple(sorted(set(mine)))))
     chunks = tuple(replace(chunk, groups=tuple(t)) for chunk, t in zip(order, touched, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from loader.errors import InternalError, WorkerError
@@ -25,8 +25,9 @@ class LoadMark:
 class LoadProgress:
     """Groups of one plan on their way. All methods may be called from any thread."""
 
-    def __init__(self, plan: LoadPlan) -> None:
+    def __init__(self, plan: LoadPlan, on_failure: Callable[[WorkerError], None] | None = None) -> None:
         self.plan = plan
+        self._on_failure = on_failure
         self.started_ns = time.monotonic_ns()
         self.arrived_bytes = 0
         self.verified_bytes = 0  # whole chunks hashed, not only edges
@@ -69,17 +70,21 @@ class LoadProgress:
                     LoadMark(f"group {group.name}", "loader", self._first_ns[index] or now, now, group.bytes)
                 )
             if self._unready == 0:
-                self._marks.append(
-                    LoadMark("all weights", "loader", self.started_ns, now, self.arrived_bytes)
-                )
+                self._marks += [
+                    LoadMark("all weights", "loader", self.started_ns, now, self.arrived_bytes),
+                    LoadMark("hashed whole", "loader", now, now, self.verified_bytes),
+                ]
             self._changed.notify_all()
 
     def fail(self, error: WorkerError) -> None:
         """Keep the first failure and wake everyone."""
         with self._changed:
-            if self._failure is None:
+            is_first = self._failure is None
+            if is_first:
                 self._failure = error
             self._changed.notify_all()
+        if is_first and self._on_failure is not None and not isinstance(error, StreamClosed):
+            self._on_failure(error)
 
     @property
     def failure(self) -> WorkerError | None:
@@ -119,5 +124,9 @@ class LoadProgress:
             return list(self._marks)
 
 
-def closed_error() -> InternalError:
-    return InternalError("weight stream was closed", hint="keep the stream open while its groups are needed")
+class StreamClosed(InternalError):
+    """Not a failure: somebody closed the stream while others still wanted from it."""
+
+
+def closed_error() -> StreamClosed:
+    return StreamClosed("weight stream was closed", hint="keep the stream open while its groups are needed")

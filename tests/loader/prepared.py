@@ -82,7 +82,10 @@ def write_prepared(
         "groups": groups,
         "components": components,
         "schedules": [],
-        "orders": {name: list(order) for name, order in (orders or {"t2va/base": SMALL_ORDER}).items()},
+        "orders": {
+            name: list(order)
+            for name, order in ({"t2va/base": SMALL_ORDER} if orders is None else orders).items()
+        },
         "kernels": [],
         "plans": [],
     }

@@ -1,0 +1,50 @@
+"""One test suite for all rungs of the ladder: opens streams on a rung and reads back what arrived."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loader.load_plan import LoadPlan
+from loader.options import StreamOptions
+from loader.stream import WeightStream, start
+from tests.fakes.driver import FakeDriver
+
+RUNGS = ["A", "B", "C", "D", "E", "E-threads"]
+CHILD_RUNGS = ["A", "D", "E"]
+
+
+class Rung:
+    """`start` opens a stream on the rung; `contents` waits for all of it; `finish` checks the fake driver's books."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_device = not name.startswith("E")
+        self.driver = FakeDriver() if self.is_device else None
+
+    def start(self, plan: LoadPlan, directory: Path, **options: Any) -> WeightStream:
+        if not self.is_device:
+            reader = "threads" if self.name == "E-threads" else "child"
+            return start(plan, directory, options=StreamOptions(reader=reader, **options))
+        settings = {"path": self.name, "ring_bytes": 2 * plan.chunk_bytes, **options}
+        return start(plan, directory, device="cuda", options=StreamOptions(driver=self.driver, **settings))
+
+    def contents(self, stream: WeightStream) -> dict[str, bytes]:
+        state = stream.state_dict()
+        if self.driver is not None:
+            self.driver.caller.synchronize()
+        return {name: raw_bytes(tensor) for name, tensor in state.items()}
+
+    def finish(self) -> None:
+        if self.driver is not None:
+            self.driver.finish()
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    """The tensor's memory. Copied by address: torch refuses to reinterpret bool."""
+    return (
+        ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size()) if tensor.numel() else b""
+    )
