@@ -8,7 +8,6 @@ picture is decoded.
 
 from __future__ import annotations
 
-import difflib
 import re
 import secrets
 from collections.abc import Callable, Mapping
@@ -204,6 +203,8 @@ def _check_names(body: Mapping[str, object]) -> None:
         )
     if not unknown:
         return
+    import difflib  # on this path only: it costs a start more than the whole check
+
     hints = []
     for name in unknown:
         near = difflib.get_close_matches(str(name), FIELDS, n=1, cutoff=0.7)
