@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from starlette.applications import Starlette
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import Route
@@ -17,6 +18,15 @@ from runtime.server.create import create_sync, create_video
 from runtime.server.gate import Gate, on_http_exception, on_worker_error
 from runtime.server.service import Service
 
+
+class VideoIdConvertor(StringConvertor):
+    """One segment of a path that is not the name of another route; handlers check that it is an id of ours."""
+
+    regex = r"(?!sync(?:/|$))[^/]+"
+
+
+register_url_convertor("video", VideoIdConvertor())
+
 ROUTES = [
     Route("/", operations.page),
     Route("/v1/videos", create_video, methods=["POST"]),
@@ -27,12 +37,12 @@ ROUTES = [
         for name in ("edits", "extensions", "characters")
     ),
     Route("/v1/videos/characters/{character_id}", videos.not_offered),
-    Route("/v1/videos/{video_id}", videos.delete_video, methods=["DELETE"]),
-    Route("/v1/videos/{video_id}", videos.get_video),
-    Route("/v1/videos/{video_id}/content", get_content),
-    Route("/v1/videos/{video_id}/cancel", videos.cancel_video, methods=["POST"]),
-    Route("/v1/videos/{video_id}/events", videos.video_events),
-    Route("/v1/videos/{video_id}/remix", videos.not_offered, methods=["POST"]),
+    Route("/v1/videos/{video_id:video}", videos.delete_video, methods=["DELETE"]),
+    Route("/v1/videos/{video_id:video}", videos.get_video),
+    Route("/v1/videos/{video_id:video}/content", get_content),
+    Route("/v1/videos/{video_id:video}/cancel", videos.cancel_video, methods=["POST"]),
+    Route("/v1/videos/{video_id:video}/events", videos.video_events),
+    Route("/v1/videos/{video_id:video}/remix", videos.not_offered, methods=["POST"]),
     Route("/v1/models", operations.models),
     Route("/v1/models/{model}", operations.model),
     Route("/v1/model_info", operations.models),

@@ -10,6 +10,7 @@ import time
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loader.errors import InternalError, WorkerError
@@ -139,7 +140,14 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     """Refusals of the router: unknown path, unknown method."""
     assert isinstance(error, HTTPException)
     messages = {404: "no such route", 405: "this route does not take this method"}
-    refusal = ApiError(
-        messages.get(error.status_code, "refused"), status=error.status_code, headers=error.headers
-    )
-    return _error_response(refusal)
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        headers["Allow"] = ", ".join(sorted(_methods(request)))
+    message = messages.get(error.status_code, "refused")
+    return _error_response(ApiError(message, status=error.status_code, headers=headers))
+
+
+def _methods(request: Request) -> set[str]:
+    """Methods of all routes with this path: the router looks at the first of them only."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {method for route in routes for method in route.methods or ()}

@@ -182,7 +182,7 @@ class JobStore:
                 "SELECT seq FROM jobs WHERE id = ? AND owner = ?", (after, owner)
             ).fetchone()
             if row is None:
-                raise ApiError("no such video", where="after", code="invalid_cursor")
+                raise ApiError("no such video", status=404, where="after", code="video_not_found")
             clause += f" AND seq {beyond} ?"
             values.append(row[0])
         jobs = list(self._select(f"{clause} ORDER BY seq {order} LIMIT ?", *values, limit + 1))

@@ -45,7 +45,9 @@ async def list_videos(request: Request) -> Response:
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise ApiError("unknown order", where="order", code="invalid_value", expected="asc, desc")
-    jobs, has_more = service.store.page(request.scope["owner"], query.get("after"), limit, order == "desc")
+    jobs, has_more = service.store.page(
+        request.scope["owner"], query.get("after") or None, limit, order == "desc"
+    )
     data = [video_object(job, service.bundle.identity) for job in jobs]
     page: dict[str, Any] = {"object": "list", "data": data, "has_more": has_more}
     page |= {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
