@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -45,6 +46,19 @@ class BlockWeights:
         return cls(*take(tensors, prefix, names))
 
 
+class SelfAttention(Protocol):
+    """The form of `self_attention`; replacements may keep rows or heads elsewhere."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        w: BlockWeights,
+        config: TransformerConfig,
+        rope: RotaryTable | None,
+        attention: Attention,
+    ) -> Tensor: ...
+
+
 def self_attention(
     x: Tensor, w: BlockWeights, config: TransformerConfig, rope: RotaryTable | None, attention: Attention
 ) -> Tensor:
@@ -52,12 +66,18 @@ def self_attention(
 
     q and k are normed per head before they are rotated.
     """
-    heads, eps = config.num_attention_heads, config.qk_norm_eps
-    q, k, v = linear(x, w.qkv).view(len(x), 3, heads, -1).unbind(1)  # each [S, H, K]
-    q, k = rms_norm(q, w.norm_q, eps), rms_norm(k, w.norm_k, eps)
-    if rope is not None:
-        q, k = rotate(q, rope), rotate(k, rope)
+    # each [S, H, K]
+    q, k, v = linear(x, w.qkv).view(len(x), 3, -1, config.attention_head_dim).unbind(1)
+    q, k = norm_and_rotate(q, w.norm_q, config, rope), norm_and_rotate(k, w.norm_k, config, rope)
     return linear(attention(q, k, v).flatten(1), w.out)
+
+
+def norm_and_rotate(
+    heads: Tensor, norm: Tensor, config: TransformerConfig, rope: RotaryTable | None
+) -> Tensor:
+    """Queries or keys ready for attention: [S, H, K] -> [S, H, K]."""
+    normed = rms_norm(heads, norm, config.qk_norm_eps)
+    return normed if rope is None else rotate(normed, rope)
 
 
 def feed_forward(x: Tensor, w: BlockWeights) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +56,46 @@ class TextLayerWeights:
         return cls(*take(tensors, prefix, names))
 
 
+class LayerForward(Protocol):
+    """The form of `layer_forward`."""
+
+    def __call__(
+        self, x: Tensor, w: TextLayerWeights, config: TextConfig, rope: RotaryTable, attention: Attention
+    ) -> Tensor: ...
+
+
+def layer_forward(
+    x: Tensor, w: TextLayerWeights, config: TextConfig, rope: RotaryTable, attention: Attention
+) -> Tensor:
+    """One causal decoder layer. [N, D] -> [N, D], new memory; `rope` in the dtype of `x`.
+
+    Rounding: the norms round before their weight (unlike the DiT's); RoPE rounds each product and the sum.
+    """
+    x = x + attention_sum(x, w, config, rope, attention)
+    return x + feed_forward_sum(x, w, config)
+
+
+def attention_sum(
+    x: Tensor, w: TextLayerWeights, config: TextConfig, rope: RotaryTable, attention: Attention
+) -> Tensor:
+    """What attention adds to `x`, [N, D]; with the rows of a few key heads and their query heads, their share of it."""
+    kv_heads = len(w.qkv) // (
+        config.head_dim * (config.num_attention_heads // config.num_key_value_heads + 2)
+    )
+    heads, eps = len(w.qkv) // config.head_dim - 2 * kv_heads, config.rms_norm_eps
+    n = rms_norm_rounded(x, w.input_norm, eps)
+    qkv = linear(n, w.qkv).view(len(x), heads + 2 * kv_heads, config.head_dim)
+    q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+    q = rotate(rms_norm_rounded(q, w.q_norm, eps), rope)  # [N, H, K]
+    k = rotate(rms_norm_rounded(k, w.k_norm, eps), rope)  # [N, G, K]
+    return linear(attention(q, k, v, causal=True).flatten(1), w.out)
+
+
+def feed_forward_sum(x: Tensor, w: TextLayerWeights, config: TextConfig) -> Tensor:
+    """What the feed-forward network adds to `x`, [N, D]; with a few of its columns, their share of it."""
+    return swiglu_gate_first(rms_norm_rounded(x, w.post_norm, config.rms_norm_eps), w.gate_up, w.down)
+
+
 def encode_prompt(
     config: H3Config,
     weights: WeightSource,
@@ -62,6 +103,7 @@ def encode_prompt(
     patches: Sequence[Tensor],
     device: torch.device | str,
     attention: Attention = attention,
+    layer: LayerForward = layer_forward,
 ) -> Tensor:
     """Conditioning rows of one request.
 
@@ -70,6 +112,7 @@ def encode_prompt(
 
     Args:
         patches: one entry per `tokens.images`, from `image_patches`.
+        layer: `layer_forward` or a replacement of the same form.
     Returns: [N, text_dim] in the dtype of the encoder.
     Raises: InternalError: pictures and token stream disagree.
     """
@@ -85,7 +128,7 @@ def encode_prompt(
     for i in range(config.text.conditioning_layer):
         tensors = weights.tensors(f"text_encoder/layers.{i}")
         w = TextLayerWeights.view(tensors, f"model.language_model.layers.{i}.")
-        x = layer_forward(x, w, config.text, rope, attention)
+        x = layer(x, w, config.text, rope, attention)
         if i < len(deepstack):
             x[image_rows] += deepstack[i]
     return x
@@ -97,23 +140,6 @@ def embed_tokens(weights: WeightSource, ids: Sequence[int], device: torch.device
     place = {token: row for row, token in enumerate(distinct)}
     rows = weights.rows(EMBEDDING, distinct).to(device)
     return rows[torch.tensor([place[token] for token in ids], device=device)]
-
-
-def layer_forward(
-    x: Tensor, w: TextLayerWeights, config: TextConfig, rope: RotaryTable, attention: Attention
-) -> Tensor:
-    """One causal decoder layer. [N, D] -> [N, D], new memory; `rope` in the dtype of `x`.
-
-    Rounding: the norms round before their weight (unlike the DiT's); RoPE rounds each product and the sum.
-    """
-    heads, kv_heads, eps = config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps
-    n = rms_norm_rounded(x, w.input_norm, eps)
-    qkv = linear(n, w.qkv).view(len(x), heads + 2 * kv_heads, config.head_dim)
-    q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
-    q = rotate(rms_norm_rounded(q, w.q_norm, eps), rope)  # [N, H, K]
-    k = rotate(rms_norm_rounded(k, w.k_norm, eps), rope)  # [N, G, K]
-    x = x + linear(attention(q, k, v, causal=True).flatten(1), w.out)
-    return x + swiglu_gate_first(rms_norm_rounded(x, w.post_norm, eps), w.gate_up, w.down)
 
 
 def mrope_positions(tokens: TokenStream, merge: int) -> Tensor:

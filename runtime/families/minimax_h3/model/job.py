@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from runtime.families.minimax_h3.model.vision import image_patches
 from runtime.families.minimax_h3.noise import Noise, NoiseMode, draw_noise, noised_keyframe
 from runtime.families.minimax_h3.packing import PackedSequence, patchify, unpack_audio, unpatchify
 from runtime.families.minimax_h3.tokens import TokenStream
-from runtime.family import Latents, MediaPlan, Step
+from runtime.family import Decoder, Latents, MediaPlan, Step
 from runtime.samplers import euler_step
 from runtime.schedules import Schedule
 from runtime.weights import WeightSource
@@ -53,23 +53,39 @@ class JobInput:
     condition_index: tuple[int, ...] | None
 
 
+@dataclass(frozen=True)
+class JobParts:
+    """What a job is made of; each part may be replaced by one of the same form, as several ranks do."""
+
+    encode_prompt: Callable[..., Tensor] = encode_prompt
+    refine_text: Callable[..., Tensor] = refine_text
+    transformer: Callable[[H3Config, WeightSource, ModulationTables], Transformer] = Transformer
+    video_units: Callable[[JobInput, VideoDecoder], Decoder] | None = None
+
+
+_ONE_RANK = JobParts()
+
+
 class H3Job:
     """See `runtime.family.Job`."""
 
-    def __init__(self, given: JobInput, weights: WeightSource, device: str) -> None:
+    def __init__(
+        self, given: JobInput, weights: WeightSource, device: str, parts: JobParts = _ONE_RANK
+    ) -> None:
         self.media = given.media
         self._given = given
         self._weights = weights
         self._device = device
+        self._parts = parts
         self._noise: Noise | None = None
         self._condition_rows: Tensor | None = None
         tables = ModulationTables(weights, given.table_key, given.condition_index)
-        self._transformer = Transformer(given.config, weights, tables)
+        self._transformer = parts.transformer(given.config, weights, tables)
 
     @torch.inference_mode()
     def condition(self) -> None:
         """Noise and keyframe latents, prompt embeds, refined text, per-request constants."""
-        given = self._given
+        given, parts = self._given, self._parts
         self._noise = draw_noise(
             given.config,
             given.seed,
@@ -80,18 +96,20 @@ class H3Job:
         )
         patches = [image_patches(picture, given.config) for picture in given.keyframes]
         self._condition_rows = self._keyframe_rows(self._noise)
-        prompt_embeds = encode_prompt(given.config, self._weights, given.tokens, patches, self._device)
-        text = refine_text(given.config, self._weights, prompt_embeds)
+        prompt_embeds = parts.encode_prompt(given.config, self._weights, given.tokens, patches, self._device)
+        text = parts.refine_text(given.config, self._weights, prompt_embeds)
         self._transformer.begin(text, given.sequence)
 
     def stages(self) -> Sequence[DenoisingStage]:
-        assert self._noise is not None and self._condition_rows is not None, "condition() comes first"
-        return (DenoisingStage(self._given, self._transformer, self._noise, self._condition_rows, self._device),)
+        noise, rows = self._noise, self._condition_rows
+        assert noise is not None, "condition() comes first"
+        assert rows is not None, "condition() comes first"
+        return (DenoisingStage(self._given, self._transformer, noise, rows, self._device),)
 
-    def decoders(self) -> Mapping[str, VideoUnits | AudioUnits]:
-        given = self._given
+    def decoders(self) -> Mapping[str, Decoder]:
+        given, video_units = self._given, self._parts.video_units or VideoUnits
         return {
-            "video": VideoUnits(given, VideoDecoder(given.config.video_vae, self._weights, self._device)),
+            "video": video_units(given, VideoDecoder(given.config.video_vae, self._weights, self._device)),
             "audio": AudioUnits(AudioDecoder(given.config.audio_vae, self._weights, self._device)),
         }
 

@@ -28,7 +28,12 @@ from runtime.families.minimax_h3.model.adaln import (
     SHIFT_MLP,
     ModulationTables,
 )
-from runtime.families.minimax_h3.model.block import BlockWeights, feed_forward, self_attention
+from runtime.families.minimax_h3.model.block import (
+    BlockWeights,
+    SelfAttention,
+    feed_forward,
+    self_attention,
+)
 from runtime.families.minimax_h3.model.rotary import packed_rotary_table
 from runtime.families.minimax_h3.model.weight_views import take
 from runtime.families.minimax_h3.packing import KIND_KEYFRAME, PackedSequence
@@ -48,14 +53,24 @@ class Velocity(NamedTuple):
 
 @dataclass(frozen=True)
 class SequenceState:
-    """What stays the same over the evaluations of one request."""
+    """What stays the same over the evaluations of one request.
+
+    rows: the part of the packed sequence that this transformer holds, of R rows; all S rows unless `begin` was told
+    otherwise.
+    """
 
     text: Tensor  # [N, D], refined
-    index: Tensor  # [S] int32, row kind of each row
+    index: Tensor  # [R] int32, row kind of each row in `rows`
     rope: RotaryTable  # [S, 3 * rope_freq_dim] each, dtype of `text`
     num_condition: int
     num_audio: int
     num_video: int
+    rows: range
+
+    def part(self, segment: Tensor, start: int) -> Tensor:
+        """The rows of a segment, which begins at row `start` of the sequence, that lie in `rows`."""
+        first, stop = (min(max(row - start, 0), len(segment)) for row in (self.rows.start, self.rows.stop))
+        return segment[first:stop]
 
 
 class BlockForward(Protocol):
@@ -81,6 +96,7 @@ def block_forward(
     rope: RotaryTable,
     attention: Attention,
     config: TransformerConfig,
+    attend: SelfAttention = self_attention,
 ) -> Tensor:
     """One block: modulated attention and modulated feed-forward, each added through a gate.
 
@@ -89,6 +105,7 @@ def block_forward(
         modulation: [R, 6, D], rows of this block and evaluation.
         index: [S] int32, row of `modulation`; out of range is undefined on CUDA.
         rope: in the dtype of `x`.
+        attend: `self_attention` or a replacement of the same form.
     Returns: [S, D], new memory.
     Rounding: bf16 after 1 + scale, each product and each sum.
     Source: diffusers 0.42.1, transformer_minimax_h3.
@@ -98,7 +115,7 @@ def block_forward(
         return modulation[:, which].index_select(0, index)  # [S, D]
 
     n = modulate(rms_norm(x, w.norm1, config.norm_eps), term(SCALE_ATTN), term(SHIFT_ATTN))
-    x = x + term(GATE_ATTN) * self_attention(n, w, config, rope, attention)
+    x = x + term(GATE_ATTN) * attend(n, w, config, rope, attention)
     n = modulate(rms_norm(x, w.norm2, config.norm_eps), term(SCALE_MLP), term(SHIFT_MLP))
     return x + term(GATE_MLP) * feed_forward(n, w)
 
@@ -129,12 +146,13 @@ class Transformer:
         self.block = block
         self.state: SequenceState | None = None
 
-    def begin(self, text: Tensor, sequence: PackedSequence) -> None:
+    def begin(self, text: Tensor, sequence: PackedSequence, rows: range | None = None) -> None:
         """Take the refined text and compute the request's constants on its device.
 
         Args:
             text: [N, D] from `refine_text`; its dtype is the dtype of the packed rows.
             sequence: position ids [S, 3] and modulation index [S], S = text + condition + audio + video rows.
+            rows: contiguous part of the S rows to hold (None: all); its velocity is all that `forward` returns.
         Raises: InternalError: sizes disagree (names both).
         """
         num_rows = sequence.num_text + sequence.num_condition + sequence.num_audio + sequence.num_video
@@ -142,17 +160,20 @@ class Transformer:
         _check_rows("position_ids", len(sequence.position_ids), num_rows)
         _check_rows("modulation_index", len(sequence.modulation_index), num_rows)
         positions = torch.tensor(sequence.position_ids, dtype=torch.float64).to(torch.float32)
+        rows = range(num_rows) if rows is None else rows
+        index = torch.tensor(sequence.modulation_index, dtype=torch.int32)
         self.state = SequenceState(
             text=text,
-            index=torch.tensor(sequence.modulation_index, dtype=torch.int32).to(text.device),
+            index=index[rows.start : rows.stop].to(text.device),
             rope=packed_rotary_table(positions.to(text.device), self.config, text.dtype),
             num_condition=sequence.num_condition,
             num_audio=sequence.num_audio,
             num_video=sequence.num_video,
+            rows=rows,
         )
 
     def forward(self, video_rows: Tensor, audio_rows: Tensor, evaluation: int) -> Velocity:
-        """Velocity at one evaluation.
+        """Velocity at one evaluation, of the target rows that are held.
 
         Args:
             video_rows: [Ncond + Nv, video_row_dim] fp32, keyframe rows first.
@@ -161,7 +182,7 @@ class Transformer:
         Raises: InternalError: rows disagree with `begin`, or keyframe rows meet a table without them.
         """
         state = self._begun()
-        x = self.embed(video_rows, audio_rows)  # [S, D]
+        x = self.embed(video_rows, audio_rows)  # [R, D]
         modulation = self.tables.step(evaluation)
         if state.num_condition and modulation.blocks.shape[1] <= KIND_KEYFRAME:
             raise InternalError(
@@ -175,22 +196,26 @@ class Transformer:
         return self.heads(x, modulation.final)
 
     def embed(self, video_rows: Tensor, audio_rows: Tensor) -> Tensor:
-        """Project the latent rows in fp32, round to the dtype of the text rows, and pack: [S, D]."""
+        """Project the latent rows in fp32, round to the dtype of the text rows, and pack those held: [R, D]."""
         state = self._begun()
         _check_rows("video_rows", len(video_rows), state.num_condition + state.num_video)
         _check_rows("audio_rows", len(audio_rows), state.num_audio)
         prelude = self.weights.tensors("transformer/prelude")
         names = ("proj_in.weight", "proj_in.bias", "audio_proj_in.weight", "audio_proj_in.bias")
         video_weight, video_bias, audio_weight, audio_bias = take(prelude, "", names)
-        video = linear(video_rows, video_weight, video_bias).to(state.text.dtype)
+        condition_start, targets_start = len(state.text), len(state.text) + state.num_condition
+        condition = state.part(video_rows[: state.num_condition], condition_start)
+        audio_rows = state.part(audio_rows, targets_start)
+        target = state.part(video_rows[state.num_condition :], targets_start + state.num_audio)
+        video = linear(torch.cat((condition, target)), video_weight, video_bias).to(state.text.dtype)
         audio = linear(audio_rows, audio_weight, audio_bias).to(state.text.dtype)
-        return torch.cat((state.text, video[: state.num_condition], audio, video[state.num_condition :]))
+        return torch.cat((state.part(state.text, 0), video[: len(condition)], audio, video[len(condition) :]))
 
     def heads(self, x: Tensor, final: Tensor) -> Velocity:
         """Norm, final modulation and fp32 head of the target rows only.
 
         Args:
-            x: [S, D]. final: [2, 2, D], (video, audio) x (shift, scale).
+            x: [R, D], the rows that are held. final: [2, 2, D], (video, audio) x (shift, scale).
         """
         state, eps = self._begun(), self.config.final_norm_eps
         heads = self.weights.tensors("transformer/heads")
@@ -201,8 +226,12 @@ class Transformer:
             shift, scale = final[stream].unbind()
             return linear(modulate(rms_norm(rows, norm, eps), scale, shift), weight, bias)
 
-        audio_start = len(x) - state.num_audio - state.num_video
-        audio, video = x[audio_start : len(x) - state.num_video], x[len(x) - state.num_video :]
+        targets_start = len(state.text) + state.num_condition
+        audio_start, video_start = (
+            min(max(row - state.rows.start, 0), len(x))
+            for row in (targets_start, targets_start + state.num_audio)
+        )
+        audio, video = x[audio_start:video_start], x[video_start:]
         return Velocity(head(video, FINAL_VIDEO, "proj_out"), head(audio, FINAL_AUDIO, "audio_proj_out"))
 
     def _begun(self) -> SequenceState:

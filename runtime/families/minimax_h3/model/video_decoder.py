@@ -71,6 +71,10 @@ class VideoDecoder:
         Raises: InternalError: another rank or channel count, or T below 3 (at once, not at the first part); out of
             memory with one tile per forward.
         """
+        return self._decode_units(latents, self.plan(latents))
+
+    def plan(self, latents: Tensor) -> UnitPlan:
+        """How `units` cuts these latents. Raises: InternalError: they do not fit, see `units`."""
         channels = self.config.latent_channels
         if latents.ndim != 4 or latents.shape[0] != channels:
             raise InternalError(
@@ -79,8 +83,7 @@ class VideoDecoder:
                 found=tuple(latents.shape),
                 expected=f"[{channels}, T, h, w]",
             )
-        plan = UnitPlan.of_length(self.config, latents.shape[1])
-        return self._decode_units(latents, plan)
+        return UnitPlan.of_length(self.config, latents.shape[1])
 
     def decode(self, latents: Tensor) -> Tensor:
         """All parts of `units` in one tensor [F, 3, 16h, 16w]."""
@@ -90,18 +93,29 @@ class VideoDecoder:
     def _decode_units(self, latents: Tensor, plan: UnitPlan) -> Iterator[Tensor]:
         tail: Tensor | None = None
         for unit in range(plan.units):
-            window = latents[:, plan.window_indices(unit, latents.shape[1])].to(self.device, torch.float32)
-            head, next_tail = self._decode_unit(window * self._std + self._mean, plan)
-            if tail is not None:
-                head = blend(tail, head, plan.fade, dim=1)
+            head, next_tail = self.decode_unit(latents, unit, plan)
+            yield self.join(head, tail, next_tail, unit, plan)
             tail = next_tail
-            if unit == plan.units - 1:
-                head = torch.cat([head, tail], dim=1)
-                head = head[:, : head.shape[1] - plan.surplus]
-            yield denormalize(head)
 
-    def _decode_unit(self, window: Tensor, plan: UnitPlan) -> tuple[Tensor, Tensor]:
-        """[C, 7, h, w] denormalised → stitched head [3, 17, H, W] and tail [3, 5, H, W]."""
+    def join(self, head: Tensor, before: Tensor | None, tail: Tensor, unit: int, plan: UnitPlan) -> Tensor:
+        """Frames [F, 3, H, W] of one part of `units`, from a unit's head and tail and the tail of the unit before it
+        (None for the first unit)."""
+        if before is not None:
+            head = blend(before, head, plan.fade, dim=1)
+        if unit == plan.units - 1:
+            head = torch.cat([head, tail], dim=1)
+            head = head[:, : head.shape[1] - plan.surplus]
+        return denormalize(head)
+
+    def decode_unit(self, latents: Tensor, unit: int, plan: UnitPlan) -> tuple[Tensor, Tensor]:
+        """Decode one unit, which needs no other.
+
+        Args:
+            latents: as in `units`. plan: `UnitPlan.of_length` for them.
+        Returns: head [3, 17, H, W] and tail [3, 5, H, W], float32 in the network's pixel scale.
+        """
+        frames = latents[:, plan.window_indices(unit, latents.shape[1])].to(self.device, torch.float32)
+        window = frames * self._std + self._mean  # [C, 7, h, w]
         ratio = self.config.spatial_ratio
         canvas = TilePlan.of_canvas(window.shape[2] * ratio, window.shape[3] * ratio, ratio, self.tiles)
         pixels = self._decode_tiles(torch.stack(canvas.divided(ratio).cut(window)))
