@@ -96,14 +96,7 @@ def _strides(*names: str) -> tuple[Argument, ...]:
 
 
 _EPS = Argument("eps", "fp32")
-_ROW_TUNINGS = (
-    Tuning(0, 8, 64),
-    Tuning(0, 8),
-    Tuning(0, 4),
-    Tuning(0, 4, 128),
-    Tuning(0, 16),
-    Tuning(0, 16, 40),
-)
+_ROW_TUNINGS = (Tuning(0, 8), Tuning(0, 4), Tuning(0, 16), Tuning(0, 4, 64))
 
 _ALL = (
     Operator(

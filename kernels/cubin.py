@@ -11,13 +11,13 @@ import ctypes
 import hashlib
 import struct
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kernels.catalog import OPERATORS
-from kernels.cubin_index import KernelEntry
-from kernels.driver import KernelDriver
+from kernels.catalog import OPERATORS, architecture_of
+from kernels.cubin_index import KernelEntry, for_architecture, parse_entries
+from kernels.driver import CudaDriver, KernelDriver
 from loader.errors import ArtifactError, CapabilityError, InternalError, WorkerError
 
 # struct codes of one parameter in a slot of 8 bytes.
@@ -129,6 +129,21 @@ class KernelSet:
 
 def _key(entry: KernelEntry) -> tuple[str, tuple[int, ...]]:
     return entry.operator, tuple(entry.constants[name] for name in OPERATORS[entry.operator].constants)
+
+
+def open_kernels(
+    folder: Path,
+    documents: Sequence[Mapping[str, Any]],
+    capability: tuple[int, int],
+    driver: KernelDriver | None = None,
+) -> KernelSet:
+    """`load_kernels` from a manifest's `kernels` list, for the device of this compute capability.
+
+    May run before a CUDA context exists. Raises as `parse_entries` and `load_kernels`.
+    """
+    architecture = architecture_of(capability)
+    entries = for_architecture(parse_entries(documents), architecture)
+    return load_kernels(folder, entries, architecture, driver or CudaDriver())
 
 
 def load_kernels(

@@ -139,11 +139,14 @@ def _resources(cubin: bytes) -> tuple[int | None, int | None]:
     """Registers a thread and stack bytes from the bundled cuobjdump; None, None if it cannot say."""
     from triton import knobs
 
+    try:
+        tool = knobs.nvidia.cuobjdump.path
+    except RuntimeError:  # how Triton says that it was installed without the tool
+        return None, None
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        done = subprocess.run([tool, "-res-usage", file.name], check=False, capture_output=True, text=True)
     match = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr)
     return (int(match.group(1)), int(match.group(2))) if match else (None, None)
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from kernels.catalog import MINIMAX_H3, OPERATORS, architecture_of, source_sha256, specialisations
-from kernels.cubin import KernelSet, load_kernels
-from kernels.cubin_index import FORMAT, KernelEntry, for_architecture, index_bytes, parse_entries, read_index
+from kernels.catalog import MINIMAX_H3, OPERATORS, source_sha256, specialisations
+from kernels.cubin import KernelSet, load_kernels, open_kernels
+from kernels.cubin_index import FORMAT, KernelEntry, index_bytes, parse_entries, read_index
 from loader.errors import ArtifactError, CapabilityError, InternalError
 
 IMAGE = b"\x7fELF not really"
@@ -206,11 +206,16 @@ def test_refusal_of_the_driver_names_the_file(folder: Path) -> None:
         load(folder, RecordingDriver(refuse=True))
 
 
+def test_manifest_entries_open_for_the_device_at_hand(folder: Path) -> None:
+    documents = [entry.as_dict() for entry in read_index(folder)]
+    kernels = open_kernels(folder, documents, (9, 0), RecordingDriver())
+    assert kernels.find("swiglu") is not None
+    assert kernels.note is None
+
+
 def test_unprepared_architecture_gives_an_empty_set_with_a_note(folder: Path) -> None:
-    architecture = architecture_of((10, 3))
-    kernels = load_kernels(
-        folder, for_architecture(read_index(folder), architecture), architecture, RecordingDriver()
-    )
+    documents = [entry.as_dict() for entry in read_index(folder)]
+    kernels = open_kernels(folder, documents, (10, 3), RecordingDriver())
     assert len(kernels) == 0
     assert kernels.note == "no kernels were prepared for sm_103a"
 
