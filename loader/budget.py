@@ -14,6 +14,7 @@ _SMALL_RING = 512 * MIB
 _SMALL_SLOT = 4 * MIB
 _MAX_SLOTS = 512  # records and slot numbers of a full ring fit the pipes' 64 KiB
 _MIN_THREADS, _MAX_THREADS = 4, 16
+_THREADS_ON_SLOW_STORAGE = 64
 _UNLIMITED = 1 << 60
 
 
@@ -51,6 +52,11 @@ def reader_threads(cpus: int) -> Choice:
     """One per CPU, at least 4 because they mostly wait, at most 16 because more gain nothing on a hot cache."""
     count = min(_MAX_THREADS, max(_MIN_THREADS, cpus))
     return Choice(count, f"{cpus} CPUs, between {_MIN_THREADS} and {_MAX_THREADS}")
+
+
+def most_threads(threads: int, forced: int | None, throttle: float | None) -> int:
+    """How many the reader may start later: network storage may want more than CPUs suggest, experiments want no change."""
+    return threads if forced is not None or throttle is not None else _THREADS_ON_SLOW_STORAGE
 
 
 def memory_headroom(root: Path = Path("/")) -> Choice:

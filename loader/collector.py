@@ -37,6 +37,10 @@ class Transport(Protocol):
         """Make a CUDA stream (None = the caller's current one) wait for a ready group; nothing on the CPU."""
         ...
 
+    def forget(self, index: int) -> None:
+        """Drop an arena; only its views keep it."""
+        ...
+
     def send(self, kind: int) -> None:
         """A control message without payload for the reader."""
         ...
@@ -81,6 +85,10 @@ class Patience:
             )
 
 
+def forgotten_error() -> InternalError:
+    return InternalError("arena was given up with forget()", hint="keep components that are used again")
+
+
 def iter_records(data: bytes) -> Iterator[Record]:
     yield from wire.RECORD.iter_unpack(data)
 
@@ -100,7 +108,7 @@ class Collector:
         patience: Patience,
     ) -> None:
         self._link = link
-        self._arenas = list(arenas)
+        self._arenas: dict[int, HostArena] = dict(enumerate(arenas))
         self._intake = intake
         self._progress = progress
         self._rows = rows
@@ -112,7 +120,12 @@ class Collector:
         self._thread.start()
 
     def arena(self, index: int) -> HostArena:
+        if index not in self._arenas:
+            raise self._progress.failure or forgotten_error()
         return self._arenas[index]
+
+    def forget(self, index: int) -> None:
+        self._arenas.pop(index, None)
 
     def order_after(self, group: int, cuda_stream: int | None) -> None:
         return None

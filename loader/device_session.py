@@ -44,7 +44,7 @@ class DeviceSession:
     ) -> None:
         self.path = path
         self.is_broken = False
-        self.arenas: list[DeviceArena] = []
+        self.arenas: dict[int, DeviceArena] = {}
         self._choice = choice
         self._begin, self._adopt = begin, adopt
         self._progress = progress
@@ -94,9 +94,8 @@ class DeviceSession:
                 hint="stop what else holds the card, or load fewer groups",
             )
         start = time.monotonic_ns()
-        self.arenas = [
-            DeviceArena(arena.name, arena.bytes, self.driver, self.context) for arena in plan.arenas
-        ]
+        for index, arena in enumerate(plan.arenas):
+            self.arenas[index] = DeviceArena(arena.name, arena.bytes, self.driver, self.context)
         self._stream = self.driver.stream_create()
         self._progress.mark("device arenas", start, size=plan.arena_bytes)
         if self._link is None:
@@ -193,6 +192,6 @@ class DeviceSession:
             self._link.stop()
             self._link.close()
         if self.is_broken:
-            for arena in self.arenas:
+            for arena in self.arenas.values():
                 arena.abandon()
-        self.arenas = []
+        self.arenas = {}

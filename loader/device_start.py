@@ -46,6 +46,7 @@ def start_device(
         slot_bytes=choice.slot_bytes,
         pool_bytes=choice.bytes,
         cpus=cpus.value,
+        most_threads=budget.most_threads(threads, options.threads, options.storage_gbps),
         rate=(options.storage_gbps or 0.0) * 1e9,
         fault=options.storage_fault,
     )

@@ -60,9 +60,9 @@ class Fields:
 
     def hex_words(self, name: str, digits: int) -> tuple[str, ...]:
         value = self.plain_list(name)
-        words = tuple(
-            item for item in value if isinstance(item, str) and len(item) == digits and _HEX.fullmatch(item)
-        )
+        words = tuple(item for item in value if isinstance(item, str) and len(item) == digits)
+        if not _HEX.fullmatch("".join(words) or "0"):
+            raise self.error(name, _short(value), f"words of {digits} lower-case hex digits")
         if len(words) != len(value):
             raise self.error(name, _short(value), f"words of {digits} lower-case hex digits")
         return words

@@ -7,8 +7,9 @@ A group is complete when every chunk that touches it is in its arena. Order is t
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from loader.errors import ArtifactError, InternalError
 from loader.header import PAGE_BYTES, round_up
@@ -45,8 +46,7 @@ class Run:
     arena_offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):  # thousands of them are on the way to the first read: cheaper than a dataclass
     """One copy out of a chunk: `offset` counts from the chunk's first byte."""
 
     offset: int
@@ -55,8 +55,7 @@ class Piece:
     arena_offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class PlanChunk:
+class PlanChunk(NamedTuple):
     """One read of `bytes` at `offset` of a file. `block`: index of the digest that covers it, -1 for none."""
 
     file: int
@@ -215,29 +214,28 @@ def recut(plan: LoadPlan, chunk_bytes: int) -> LoadPlan:
         raise InternalError(
             "chunk size is impossible", found=chunk_bytes, expected=f"a multiple of {PAGE_BYTES}"
         )
-    by_file: dict[int, list[PlanChunk]] = {}
-    for file, runs in _runs_by_file(plan.runs).items():
-        by_file[file] = [
-            _chunk(plan.files[file], file, cut, runs) for cut in _cuts(plan.files[file], runs, chunk_bytes)
-        ]
-    order: list[PlanChunk] = []
+    runs = _runs_by_file(plan.runs)
+    by_file = {file: _cuts(plan.files[file], mine, chunk_bytes) for file, mine in runs.items()}
+    order: list[tuple[int, int, int]] = []
     position: dict[tuple[int, int], int] = {}
     touched: list[list[int]] = []
     groups = []
     for index, group in enumerate(plan.groups):
-        mine = []
+        mine: set[int] = set()
         for file, start, end in group.ranges:
-            for chunk in _overlapping(by_file.get(file, []), start, end):
-                key = (file, chunk.offset)
-                if key not in position:
-                    position[key] = len(order)
-                    order.append(chunk)
+            for cut in _overlapping(by_file.get(file, []), start, end):
+                place = position.setdefault((file, cut[0]), len(order))
+                if place == len(order):
+                    order.append((file, *cut))
                     touched.append([])
-                if index not in touched[position[key]][-1:]:  # a group may have many ranges in one chunk
-                    touched[position[key]].append(index)
-                mine.append(position[key])
-        groups.append(replace(group, chunks=tuple(sorted(set(mine)))))
-    chunks = tuple(replace(chunk, groups=tuple(t)) for chunk, t in zip(order, touched, strict=True))
+                if place not in mine:  # a group may have many ranges in one chunk
+                    mine.add(place)
+                    touched[place].append(index)
+        groups.append(replace(group, chunks=tuple(sorted(mine))))
+    chunks = tuple(
+        _chunk(plan.files[file], file, start, end, runs[file], tuple(touched[place]))
+        for place, (file, start, end) in enumerate(order)
+    )
     return replace(plan, chunks=chunks, groups=tuple(groups), chunk_bytes=chunk_bytes)
 
 
@@ -327,24 +325,27 @@ def _cuts(file: PlanFile, runs: Sequence[Run], chunk_bytes: int) -> list[tuple[i
     return cuts
 
 
-def _chunk(file: PlanFile, index: int, cut: tuple[int, int], runs: Sequence[Run]) -> PlanChunk:
-    start, end = cut
+def _chunk(
+    file: PlanFile, index: int, start: int, end: int, runs: Sequence[Run], groups: tuple[int, ...]
+) -> PlanChunk:
     pieces = []
     first = max(bisect_right(runs, start, key=lambda run: run.offset) - 1, 0)
-    for run in runs[first:]:
+    for place in range(first, len(runs)):
+        run = runs[place]
         if run.offset >= end:
             break
         low, high = max(start, run.offset), min(end, run.offset + run.bytes)
         if low < high:
             pieces.append(Piece(low - start, high - low, run.arena, run.arena_offset + low - run.offset))
     block = (start - file.data_start) // file.digest_bytes if file.digest_bytes else -1
-    return PlanChunk(index, start, end - start, block, tuple(pieces), ())
+    return PlanChunk(index, start, end - start, block, tuple(pieces), groups)
 
 
-def _overlapping(chunks: Sequence[PlanChunk], start: int, end: int) -> Iterable[PlanChunk]:
-    first = max(bisect_right(chunks, start, key=lambda chunk: chunk.offset) - 1, 0)
-    for chunk in chunks[first:]:
-        if chunk.offset >= end:
+def _overlapping(cuts: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[tuple[int, int]]:
+    """The chunks of one file (first byte, end) that touch a range."""
+    first = max(bisect_right(cuts, start, key=lambda cut: cut[0]) - 1, 0)
+    for place in range(first, len(cuts)):
+        if cuts[place][0] >= end:
             return
-        if chunk.offset + chunk.bytes > start:
-            yield chunk
+        if cuts[place][1] > start:
+            yield cuts[place]

@@ -18,7 +18,10 @@ VERIFY_LEVELS: Mapping[str, int] = {"edges": wire.EDGES, "full": wire.WHOLE, "au
 
 @dataclass(frozen=True, slots=True)
 class ReadSettings:
-    """How the reader works. `rate`: bytes per second, 0 = unthrottled; `pool_bytes`: ring or arenas."""
+    """How the reader works. `rate`: bytes per second, 0 = unthrottled; `pool_bytes`: ring or arenas.
+
+    `most_threads`: how far it may grow where storage is slow and CPUs are idle.
+    """
 
     mode: int
     threads: int
@@ -26,6 +29,7 @@ class ReadSettings:
     slot_bytes: int
     pool_bytes: int
     cpus: int
+    most_threads: int = 0
     rate: float = 0.0
     fault: str = ""
 
@@ -70,7 +74,8 @@ def encode_plan(plan: LoadPlan, directory: Path, settings: ReadSettings) -> Wire
     fault = settings.fault.encode()
     head = wire.HEAD.pack(
         wire.MAGIC, settings.mode, len(used), len(plan.chunks), reads, edge_count, settings.threads, settings.verify,
-        len(fault), settings.slot_bytes, settings.pool_bytes, settings.cpus, plan.hold_chunk, len(blocks), settings.rate,
+        len(fault), settings.slot_bytes, settings.pool_bytes, settings.cpus, plan.hold_chunk, len(blocks), settings.most_threads,
+        settings.rate,
     )  # fmt: skip
     data = b"".join(
         [head, fault, _files(plan, directory, used), chunk_data, read_data, edge_data, _blocks(plan, blocks)]

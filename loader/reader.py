@@ -29,7 +29,7 @@ RECORD = struct.Struct(
 )  # kind, chunk, slot, errno, bytes, start ns, end ns, offset, extra, checked
 SLOT = struct.Struct("<I")
 MESSAGE = struct.Struct("<IB")
-HEAD = struct.Struct("<8sIIIIIIIIQQIIId")
+HEAD = struct.Struct("<8sIIIIIIIIQQIIIId")
 FILE = struct.Struct("<QQH")  # size, data start, path bytes
 CHUNK = struct.Struct("<IIIIIi")  # file, first read, reads, first edge, edges, block or -1
 READ = struct.Struct("<QQQ")  # file offset, bytes, destination (in the slot, or in the pool)
@@ -60,7 +60,7 @@ FAULT_VARIABLE = "COLDFRAME_ALLOW_STORAGE_FAULT"
 _HASH_BYTES_PER_S = (
     1.4e9  # one core with SHA extensions; measured, good for a decision within a factor of two
 )
-_GROW_AFTER_S, _GROW_BELOW, _GROW_TO = 0.5, 3e9, 64
+_GROW_AFTER_S, _GROW_BELOW = 0.5, 3e9
 _MAX_READ = 16 << 20
 
 
@@ -166,7 +166,9 @@ class Plan:
         if head[0] != MAGIC:
             raise ValueError("not a plan")
         (self.mode, files, chunks, reads, edges, self.threads, self.verify, fault_bytes) = head[1:9]
-        (self.slot_bytes, self.pool_bytes, self.cpus, self.hold, blocks, self.rate) = head[9:]
+        (self.slot_bytes, self.pool_bytes, self.cpus, self.hold, blocks, self.most_threads, self.rate) = head[
+            9:
+        ]
         at = HEAD.size
         self.fault = data[at : at + fault_bytes].decode()
         at += fault_bytes
@@ -549,7 +551,7 @@ class Reader:
             last = self.left == 0
         if last:
             self.finish()
-        elif not self.grown and not self.plan.rate and time.monotonic() - self.start_s > _GROW_AFTER_S:
+        elif not self.grown and time.monotonic() - self.start_s > _GROW_AFTER_S:
             self.grow()
 
     def grow(self) -> None:
@@ -563,7 +565,7 @@ class Reader:
         slow = self.read_bytes / elapsed < _GROW_BELOW
         idle = cpu < 0.5 * elapsed * self.plan.cpus and self.slot_wait_s < 0.5 * elapsed * self.plan.threads
         if slow and idle:
-            for _ in range(min(_GROW_TO, self.left) - self.plan.threads):
+            for _ in range(min(self.plan.most_threads, self.left) - self.plan.threads):
                 self._start(self.work)
 
     def finish(self) -> None:

@@ -13,7 +13,7 @@ from loader.plan_wire import WirePlan, table_edges
 from loader.reader_link import ReaderLink
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from loader.torch_api import Tensor
 
 
 _Data = bytes  # inside RowRequest, `bytes` is a property

@@ -23,8 +23,7 @@ from loader.reader_link import ReaderLink
 from loader.row_gather import RowDesk, RowRequest
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+    from loader.torch_api import Module, Tensor
 
 
 class WeightStream:
@@ -115,7 +114,7 @@ class WeightStream:
 
     def assign(
         self,
-        module: torch.nn.Module,
+        module: Module,
         component: str | None = None,
         strict: bool = True,
         rename: Callable[[str], str] | None = None,
@@ -130,6 +129,22 @@ class WeightStream:
                 return
             self._release_sent = True
         self._transport.send(wire.RELEASE)
+
+    def forget(self, component: str) -> None:
+        """Drop the stream's own hold on a component's arena: its memory is freed with the last view of it.
+
+        For components that are not used again, for example the conditioner before the decoders on a small card. Asking
+        for its tensors afterwards is an error. On CUDA the free waits for the device.
+        """
+        index = next((i for i, arena in enumerate(self.plan.arenas) if arena.name == component), None)
+        if index is None:
+            raise InternalError("component is not in the plan", where=component)
+        self._progress.wait_all()
+        with self._lock:
+            self._arena_bytes.pop(index, None)
+            for name in [name for name in self._views if self.plan.tensors[name].arena == index]:
+                del self._views[name]
+        self._transport.forget(index)
 
     def marks(self) -> list[LoadMark]:
         """What happened so far, in order of its being noticed; times are monotonic."""
@@ -215,6 +230,7 @@ def _start_host(
         slot_bytes=0,
         pool_bytes=bases[-1],
         cpus=cpus.value,
+        most_threads=budget.most_threads(threads, options.threads, options.storage_gbps),
         rate=(options.storage_gbps or 0.0) * 1e9,
         fault=options.storage_fault,
     )

@@ -12,7 +12,8 @@ from loader.errors import ArtifactError
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor as Tensor
+    from torch.nn import Module as Module
 
     from loader.load_plan import PlanTensor
 
@@ -74,7 +75,7 @@ def current_stream(ordinal: int) -> int:
 
 
 def assign(
-    module: torch.nn.Module,
+    module: Module,
     tensors: Mapping[str, Tensor],
     strict: bool = True,
     rename: Callable[[str], str] | None = None,

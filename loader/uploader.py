@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from loader import reader as wire
 from loader.arena import DeviceArena
-from loader.collector import Patience, iter_records
+from loader.collector import Patience, forgotten_error, iter_records
 from loader.device_session import DeviceSession
 from loader.driver import Driver
 from loader.errors import InternalError, WorkerError
@@ -70,7 +70,13 @@ class Uploader:
         self._thread.start()
 
     def arena(self, index: int) -> DeviceArena:
-        return self._live_session().arenas[index]
+        arenas = self._live_session().arenas
+        if index not in arenas:
+            raise forgotten_error()
+        return arenas[index]
+
+    def forget(self, index: int) -> None:
+        self._live_session().arenas.pop(index, None)
 
     def order_after(self, group: int, cuda_stream: int | None) -> None:
         """Make the caller's stream wait for the group's event, which `LoadProgress.wait` knows to be recorded."""

@@ -35,7 +35,7 @@ class _Stream:
     """Operations in order on a thread of their own."""
 
     def __init__(self, name: str) -> None:
-        self.queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self.queue: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self.thread = threading.Thread(target=self._run, name=f"fake-{name}", daemon=True)
         self.thread.start()
 
@@ -136,6 +136,9 @@ class FakeDriver:
 
     def use_context(self, context: int) -> None:
         self._local.context = context
+
+    def memory_used(self) -> int:
+        return sum(map(len, self._device.values()))
 
     def memory_info(self) -> tuple[int, int]:
         self._enter()
@@ -257,7 +260,7 @@ class FakeDriver:
         self._require(entry.is_recorded, "wait on an event that was never recorded")
         self._require(stream == 1, "only the caller's stream waits")
         done = entry.done
-        self.caller.queue.put(lambda: done.wait() and None)
+        self.caller.queue.put(done.wait)
 
     # -- torch -------------------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ def tensor_tables(draw: st.DrawFn) -> list[TensorEntry]:
     return [entry for entry in entries if entry.name != "__metadata__"] if "__metadata__" not in names else []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(tensor_tables(), st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=3))
 def test_built_header_is_page_aligned_and_opens_in_the_reference_reader(
     tmp_path_factory: pytest.TempPathFactory, entries: list[TensorEntry], metadata: dict[str, str]

@@ -253,6 +253,28 @@ def test_close_at_any_time(rung: Rung, prepared: Prepared, manifest: Manifest, s
         stream.wait(SMALL_ORDER[0])
 
 
+def test_forgotten_component_lives_as_long_as_its_views(
+    rung: Rung, prepared: Prepared, manifest: Manifest
+) -> None:
+    with rung.start(plan_load(manifest, SMALL_ORDER), prepared.directory) as stream:
+        kept = stream.tensor("encoder/layers.0.w")
+        stream.forget("encoder")
+        stream.forget("encoder")
+        if rung.driver is not None:
+            rung.driver.caller.synchronize()
+        assert raw_bytes(kept) == prepared.content["encoder/layers.0.w"]
+        with pytest.raises(InternalError, match="given up"):
+            stream.tensor("encoder/layers.0.w")
+        if rung.driver is not None:
+            assert rung.driver.memory_used() == stream.plan.arena_bytes
+        del kept
+        if rung.driver is not None:
+            assert rung.driver.memory_used() == stream.plan.arenas[1].bytes
+        assert stream.tensor("dit/scale").shape == ()
+        with pytest.raises(InternalError, match="component is not in the plan"):
+            stream.forget("embed")
+
+
 def test_every_caller_gets_the_first_failure(rung: Rung, prepared: Prepared, manifest: Manifest) -> None:
     plan = plan_load(manifest, SMALL_ORDER, chunk_bytes=4096)
     with rung.start(plan, prepared.directory, storage_fault="errno@2:1:EACCES") as stream:

@@ -76,7 +76,7 @@ def _file_bytes(plan: LoadPlan) -> list[tuple[int, int, int]]:
     return sorted((c.file, c.offset, c.offset + c.bytes) for c in plan.chunks)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(manifests(), st.integers(1, 12))
 def test_plan_invariants(source: tuple[Manifest, list[str]], pages: int) -> None:
     manifest, order = source
@@ -118,7 +118,7 @@ def test_plan_invariants(source: tuple[Manifest, list[str]], pages: int) -> None
     assert set(plan.tensors) == {t.name for t in manifest.tensors.values() if t.group in order}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(manifests(), st.integers(1, 6), st.integers(1, 6))
 def test_recut_equals_planning_with_that_size(
     source: tuple[Manifest, list[str]], first: int, second: int

@@ -233,7 +233,7 @@ def test_random_damage_raises_only_artifact_errors(shared: Prepared) -> None:
     values = [None, True, -1, 0, 1.5, 2**70, "", "x", [], [0], {}, "0" * 64, [[]], {"a": 1}]
     rng = random.Random(7)
     refused = 0
-    for _ in range(400):
+    for _ in range(200):
         manifest: Any = json.loads(encode_manifest(shared.manifest))
         node = manifest
         while True:
@@ -246,7 +246,7 @@ def test_random_damage_raises_only_artifact_errors(shared: Prepared) -> None:
             parse_manifest(encode_manifest(manifest), shared.directory, "")
         except ArtifactError:
             refused += 1
-    assert refused > 250
+    assert refused > 120
 
 
 @pytest.mark.parametrize(
