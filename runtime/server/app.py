@@ -63,7 +63,7 @@ def build_app(service: Service) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        service.start()
+        await service.start()
         try:
             yield
         finally:

@@ -35,6 +35,8 @@ async def get_content(request: Request) -> Response:
         raise ApiError(
             "this video is not finished", status=404, code="video_not_ready", headers={"Retry-After": "5"}
         )
+    if not service.store.video_path(job.id).exists():
+        await service.engine.restore_result(job)
     headers = {**_file_headers(job), "Server-Timing": server_timing(job)}
     if _matches(request.headers.get("if-none-match"), headers["ETag"]):
         return Response(status_code=304, headers=headers)

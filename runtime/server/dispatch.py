@@ -17,16 +17,10 @@ from runtime.server.errors import job_error, worker_job_error
 from runtime.server.jobs import QUEUED, RUNNING, Job, JobStore
 from runtime.server.metrics import Metrics
 from runtime.server.mp4 import check_container, file_digest
+from runtime.server.progress import Progress
 from runtime.server.starts import Starts
 from runtime.server.supervisor import FAILED, READY, Supervisor, WorkerStatus
 
-PHASES = {
-    "conditioning": ("text_encode", 6),
-    "denoising": ("denoise", 7),
-    "decoding": ("decode", 89),
-    "encoding": ("encode", 95),
-}
-DENOISE_FROM, DENOISE_TO = 7, 88
 WATCH_PERIOD_S = 0.5
 CANCELLED = ("cancelled", "cancelled by the client", 400)
 
@@ -43,11 +37,12 @@ class Dispatcher:
         self._starts = starts
         self._supervisor = Supervisor(config, self._on_event, self._on_exit)
         self._current: str | None = None  # job that the worker holds, also after its record was deleted
-        self._since = self._heard = self._phase_since = 0.0  # monotonic
+        self._since = self._heard = 0.0  # monotonic
         self._cancel_since: float | None = None
         self._end: tuple[str, str, int] | None = (
             None  # how the current job ends if the worker is stopped for it
         )
+        self._progress = Progress(store)
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -61,7 +56,7 @@ class Dispatcher:
     def is_draining(self) -> bool:
         return self._draining
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Settle the jobs of the last life and start the worker; returns at once."""
         config = self._config
         self._store.recover(config.interrupted, config.max_attempts, config.result_ttl_s)
@@ -77,7 +72,8 @@ class Dispatcher:
             return
         self._current = job.id
         self._idle.clear()
-        self._since = self._heard = self._phase_since = time.monotonic()
+        self._since = self._heard = time.monotonic()
+        self._progress.begin()
         self._cancel_since, self._end = None, None
         phase = "preprocess" if self.worker.phase == READY else "loading"
         self._metrics.observe("h3_queue_wait_seconds", self._store.clock() - job.created_at)
@@ -151,8 +147,8 @@ class Dispatcher:
         if kind in ("hello", "ready"):
             if kind == "ready":
                 self._starts.add(event.get("timeline") or {}, self.worker)
-            if self._current and (job := self._store.get(self._current)) and job.phase == "loading":
-                self._store.update(job.id, progress=max(job.progress, 5))
+            if kind == "ready" and self._current is not None:
+                self._progress.loading(self._current, 1.0)
             return self.pump()
         if kind == "loading":
             return self._on_loading()
@@ -164,33 +160,17 @@ class Dispatcher:
         return None
 
     def _on_loading(self) -> None:
-        job = self._store.get(self._current) if self._current else None
         self._heard = time.monotonic()
-        if job is not None and job.phase == "loading" and self.worker.total_bytes:
-            share = self.worker.loaded_bytes / self.worker.total_bytes
-            self._store.update(job.id, progress=max(job.progress, round(5 * share)))
+        if self._current is not None and self.worker.total_bytes:
+            self._progress.loading(self._current, self.worker.loaded_bytes / self.worker.total_bytes)
 
     def _on_job_event(self, kind: str, job_id: str, event: dict[str, Any]) -> None:
-        job = self._store.get(job_id)
         match kind:
-            case "accepted" if job is not None:
-                made = {
-                    name: value for name, value in (event.get("request") or {}).items() if name in MADE_FIELDS
-                }
-                self._store.update(
-                    job_id, video={**job.video, **{n: v for n, v in made.items() if v is not None}}
-                )
-            case "phase" if job is not None:
-                phase, progress = PHASES.get(str(event.get("phase")), (job.phase, job.progress))
-                self._store.update(
-                    job_id, phase=phase, progress=max(job.progress, progress), timings=self._timings(job)
-                )
-            case "step" if job is not None:
-                step, steps = int(event.get("step", 0)), max(1, int(event.get("steps", 1)))
-                progress = DENOISE_FROM + (DENOISE_TO - DENOISE_FROM) * step // steps
-                self._store.update(job_id, step=step, steps=steps, progress=max(job.progress, progress))
+            case "accepted" | "phase" | "step":
+                self._progress.apply(job_id, event)
             case "done":
-                timings = self._timings(job) if job is not None else {}
+                job = self._store.get(job_id)
+                timings = self._progress.timings(job) if job is not None else {}
                 self._spawn(self._complete(job_id, dict(event.get("result") or {}), timings))
                 self._free()
             case "cancelled":
@@ -201,12 +181,6 @@ class Dispatcher:
                 log.error("job failed in the worker", extra={"job_id": job_id, "worker_error": error})
                 self._finish(job_id, worker_job_error(error))
                 self._free()
-
-    def _timings(self, job: Job) -> dict[str, float]:
-        now = time.monotonic()
-        spent = round(now - self._phase_since, 6)
-        self._phase_since = now
-        return {**job.timings, job.phase: job.timings.get(job.phase, 0.0) + spent}
 
     async def _complete(self, job_id: str, result: dict[str, Any], timings: dict[str, float]) -> None:
         """Look at the file before anyone is told that it is there."""
@@ -278,6 +252,9 @@ class Dispatcher:
             elif now - self._since > config.job_timeout_s:
                 await self._stop(self._current, ("timeout", "the job took longer than the limit", 504))
 
+    async def restore_result(self, job: Job) -> None:
+        """Results are files of this machine: there is nowhere else to look."""
+
     async def drain(self, timeout_s: float) -> None:
         """Start no further job and wait for the running one; queued jobs stay stored for the next life."""
         self._draining = True
@@ -305,19 +282,3 @@ class Dispatcher:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a background task failed", exc_info=error, extra={"task": task.get_name()})
-
-
-MADE_FIELDS = frozenset(
-    {
-        "width",
-        "height",
-        "num_frames",
-        "seed",
-        "task",
-        "fps",
-        "num_inference_steps",
-        "num_evaluations",
-        "schedule",
-        "accel",
-    }
-)

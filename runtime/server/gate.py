@@ -79,7 +79,7 @@ class Gate:
         return JSONResponse(envelope(error_object(error)), 401, {"WWW-Authenticate": "Bearer"})
 
     def _record(self, scope: Scope, status: int, began: float, request_id: str) -> None:
-        route = getattr(scope.get("route"), "path", "unmatched")
+        route = getattr(scope.get("route"), "path", "unmatched").replace(":video}", "}")
         seconds = time.perf_counter() - began
         self._service.metrics.count("h3_requests_total", route=route, status=str(status))
         if not route.endswith(_UNTIMED):

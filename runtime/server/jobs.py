@@ -54,6 +54,7 @@ class Job:
         phase: queued, loading, preprocess, text_encode, denoise, decode, encode, mux; step of steps while denoising.
         result: result of the worker, plus `sha256` and `bytes` of the file.
         timings: phase → seconds spent in it.
+        call_id: the platform's name for the running call, where jobs run elsewhere.
     """
 
     id: str
@@ -76,6 +77,7 @@ class Job:
     timings: dict[str, float] = field(default_factory=dict)
     attempts: int = 0
     cancel_requested: bool = False
+    call_id: str = ""
     expired: bool = False
     request_id: str = ""
 
@@ -127,6 +129,7 @@ class JobStore:
         self.state = state
         self.clock = clock
         self.listeners: list[Callable[[Job], None]] = []
+        self.on_delete: list[Callable[[str], None]] = []
         self._active: dict[str, Job] = {}
         self._unsaved: dict[str, Job] = {}
         try:
@@ -272,6 +275,8 @@ class JobStore:
         self._active.pop(job_id, None)
         self._unsaved.pop(job_id, None)
         shutil.rmtree(self.directory(job_id), ignore_errors=True)
+        for listener in self.on_delete:
+            listener(job_id)
 
     def adopt(self, document: Mapping[str, Any]) -> None:
         """Take over a job that another replica stored (same id: the one already here wins)."""

@@ -80,6 +80,7 @@ class Supervisor:
         self._task: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._pid_file = config.state / "worker.pid"
+        self._timeline = (config.state / "starts" / "timeline.json").absolute()
 
     def start(self) -> None:
         """Start the first worker; returns at once."""
@@ -136,7 +137,14 @@ class Supervisor:
 
     async def _run_one(self) -> int:
         config = self._config
-        command = (*config.worker_command, "--bundle", str(config.bundle), *config.worker_args)
+        command = (
+            *config.worker_command,
+            "--bundle",
+            str(config.bundle),
+            "--timeline",
+            str(self._timeline),
+            *config.worker_args,
+        )
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
