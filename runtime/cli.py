@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "re-check every byte of a prepared directory and probe a start",
     ),
     "generate": ("runtime.generate:main", "start a worker on a prepared directory and make one video"),
+    "probe": ("runtime.probe:main", "start a worker as far as the first denoiser entry and time it"),
     "check-mp4": ("runtime.media.check:main", "check that an MP4 is complete and plays as it should"),
     "serve": ("runtime.server.main:main", "serve the HTTP API"),
     "worker": ("runtime.worker:main", "one worker process, driven over stdin and stdout"),

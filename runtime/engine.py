@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from runtime.weights import WeightSet
 
 # Loader mark → headline mark. "all weights" ends when the last group is in place.
-_LOADER_MARKS = {"first byte": "first_read", "context": "context_ready", "all weights": "all_weights_resident"}
+_LOADER_MARKS = {
+    "first byte": "first_read",
+    "context": "context_ready",
+    "all weights": "all_weights_resident",
+}
 
 
 class Engine:

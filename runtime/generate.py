@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runtime import bootstrap  # t = 0
+from runtime.pipeline import Cancelled
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,9 +36,12 @@ def main(argv: Sequence[str]) -> int:
     assert prepared is not None
     with engine:
         progress = _Progress(quiet=args.json or not sys.stderr.isatty())
-        result = engine.run(
-            prepared, output, cancelled=cancelled, on_phase=progress.phase, on_step=progress.step
-        )
+        try:
+            result = engine.run(
+                prepared, output, cancelled=cancelled, on_phase=progress.phase, on_step=progress.step
+            )
+        except Cancelled:
+            raise KeyboardInterrupt from None
         progress.close()
         result["timeline"] = engine.write_timeline()
         result["output"] = str(output)

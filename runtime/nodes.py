@@ -35,7 +35,9 @@ def start_engine(
     nodes = [
         Node("manifest", start.manifest),
         Node("load", start.load, needs=("manifest",), cancel=start.stop_loading),
-        Node("request", start.request, needs=("manifest",), thread="request"),
+        Node(
+            "request", start.request, needs=("load",), thread="request"
+        ),  # its imports must not delay the reader
         Node("torch", start.torch, needs=("load",)),
         Node("models", start.models, needs=("torch",)),
         Node("warm-up", start.warm_up, needs=("models",)),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from loader.errors import InternalError
+from scripts.tiny_checkpoint import write_tiny_checkpoint
 
 PROMPT = "Rain on a tin roof at night; a lamp sways. <d>[English] We are home.</d>"
 
@@ -20,49 +23,23 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     folder = Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    seconds: dict[str, float] = {}
-
     checkpoint, bundle = folder / f"checkpoint-{args.layout}", folder / "bundle"
-    _timed(seconds, "write tiny checkpoint", lambda: _write_checkpoint(checkpoint, args.layout))
-    prepare = [
-        "prepare",
-        str(checkpoint),
-        str(bundle),
-        "--schedule",
-        args.schedule,
-        "--dtype",
-        "float32",
-        "--replace",
-    ]
-    _timed(seconds, "prepare", lambda: _coldframe(prepare))
     video, timeline = folder / "video.mp4", folder / "timeline.json"
-    generate = [
-        "generate",
-        str(bundle),
-        "--prompt",
-        args.prompt,
-        "--seed",
-        str(args.seed),
-        "--size",
-        args.size,
-    ]
-    generate += ["--schedule", args.schedule, "--output", str(video), "--timeline", str(timeline), "--json"]
-    result = json.loads(
-        _timed(seconds, "fresh worker: start, generate, encode", lambda: _coldframe(generate))
-    )
-    width, height = args.size.split("x")
-    check = [
-        "check-mp4",
-        str(video),
-        "--width",
-        width,
-        "--height",
-        height,
-        "--frames",
-        str(result["num_frames"]),
-    ]
-    _timed(seconds, "check the MP4", lambda: _coldframe(check))
-    _report(result, seconds, video, timeline)
+    clock = _Clock()
+
+    with clock.part("write a tiny checkpoint"):
+        write_tiny_checkpoint(checkpoint, "demo", args.layout, seed=0)
+    with clock.part("prepare it"):
+        options = ["--schedule", args.schedule, "--dtype", "float32", "--replace"]
+        _coldframe("prepare", str(checkpoint), str(bundle), *options)
+    with clock.part("fresh worker: start, generate, encode"):
+        request = ["--prompt", args.prompt, "--seed", str(args.seed), "--size", args.size]
+        request += ["--num-frames", str(args.num_frames), "--schedule", args.schedule]
+        files = ["--output", str(video), "--timeline", str(timeline), "--json"]
+        result = json.loads(_coldframe("generate", str(bundle), *request, *files))
+    with clock.part("check the MP4"):
+        _coldframe("check-mp4", str(video), "--size", args.size, "--frames", str(result["num_frames"]))
+    _report(result, clock.seconds, video, timeline)
     return 0
 
 
@@ -78,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--size", default="320x192", metavar="WxH")
+    parser.add_argument("--num-frames", type=int, default=124, help="17n+5 (default: %(default)s, 5.2 s)")
     parser.add_argument(
         "--schedule", default="base-8", help="step schedule (default: %(default)s, 8 evaluations)"
     )
@@ -85,34 +63,32 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _write_checkpoint(checkpoint: Path, layout: str) -> str:
-    from scripts.tiny_checkpoint import write_tiny_checkpoint
-
-    write_tiny_checkpoint(checkpoint, preset="demo", layout=layout, seed=0)
-    return ""
-
-
-def _coldframe(command: list[str]) -> str:
+def _coldframe(*command: str) -> str:
     """Run one command of the program in a process of its own; its progress stays visible on stderr."""
-    done = subprocess.run(
-        [sys.executable, "-m", "runtime.cli", *command], stdout=subprocess.PIPE, text=True, check=False
-    )
+    line = [sys.executable, "-m", "runtime.cli", *command]
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise InternalError(
-            f"`coldframe {' '.join(command[:3])} …` failed with exit code {done.returncode}", where="demo"
+            f"`coldframe {command[0]}` failed", where="demo", found=f"exit code {done.returncode}"
         )
     return done.stdout
 
 
-def _timed(seconds: dict[str, float], name: str, work) -> str:  # type: ignore[no-untyped-def]
-    print(f"• {name} …", file=sys.stderr, flush=True)
-    start = time.monotonic()
-    value: str = work()
-    seconds[name] = time.monotonic() - start
-    return value
+class _Clock:
+    """Seconds of each part of the demo, announced as it starts."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        print(f"• {name} …", file=sys.stderr, flush=True)
+        start = time.monotonic()
+        yield
+        self.seconds[name] = time.monotonic() - start
 
 
-def _report(result: dict, seconds: dict[str, float], video: Path, timeline: Path) -> None:  # type: ignore[type-arg]
+def _report(result: Mapping[str, Any], seconds: Mapping[str, float], video: Path, timeline: Path) -> None:
     print(f"\nvideo      {video.resolve()}")
     print(
         f"           {result['width']}x{result['height']}, {result['num_frames']} frames at 24 fps, stereo 32 kHz"
