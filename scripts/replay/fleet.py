@@ -97,8 +97,7 @@ class Fleet:
         )
         self.extra_delays = self._cycle(law, "extra scheduling")
         self.luck = stream(options.seed, "failures")
-        mean_g = float(trace.durations.mean()) if count else 0.0
-        self.control: Controller = plan.policy.controller(Setup(startup.median(), trace.pool_names, mean_g))
+        self.control: Controller = plan.policy.controller(Setup(startup.median(), trace.pool_names))
         if self.control.governs and not self.shared:
             raise RequestError(
                 "this policy starts workers by load",
@@ -318,7 +317,7 @@ class Fleet:
         if worker.served == 0 and self.options.fresh_idle_s is not None:
             for_s = min(for_s, self.options.fresh_idle_s)
         if keep.restart_s is not None and not self.closing:
-            self._at(t + keep.restart_s, TIMER, "_restart", pool)
+            self._at(t + keep.restart_s, TIMER, "_restart", pool, level)
         worker.endless = for_s == math.inf
         if not worker.endless:
             self._at(t + for_s, TIMER, "_expire", worker, worker.epoch)
@@ -536,8 +535,9 @@ class Fleet:
 
     # --- timers of policies ----------------------------------------------------------------------------------------
 
-    def _restart(self, pool: Pool, t: float, epoch: int) -> None:
-        if not self.closing and pool.alive < self.cap and self._has_room(pool, t):
+    def _restart(self, pool: Pool, t: float, level: int) -> None:
+        """Pre-starts the worker of a level, unless a request or a start has filled it meanwhile."""
+        if not self.closing and pool.alive < min(level, self.cap) and self._has_room(pool, t):
             self._start(pool, t)
 
     def _tick(self, pool: Pool, t: float, epoch: int) -> None:

@@ -172,7 +172,8 @@ def binned_seconds(span: Floats, width_s: float, count: int) -> Floats:
     first = np.minimum((begin / width_s).astype(np.int64), count - 1)
     last = np.minimum((end / width_s).astype(np.int64), count - 1)
     same = first == last
-    inside = np.bincount(first[same], weights=(end - begin)[same], minlength=count)
+    inside = np.zeros(count)
+    inside += np.bincount(first[same], weights=(end - begin)[same], minlength=count)
     a, b = first[~same], last[~same]
     inside += np.bincount(a, weights=(a + 1) * width_s - begin[~same], minlength=count)
     inside += np.bincount(b, weights=end[~same] - b * width_s, minlength=count)

@@ -23,7 +23,7 @@ MULTIPLES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
 ZOOM_S = 600.0
 ZOOM_WORKERS = 60
 ZOOM_MAX_ROWS = 300_000  # the zoom needs worker numbers, which only the general loop keeps
-WAIT_BINS = 48
+WAIT_STEP = 0.06  # width of a bin in decades, the same for every startup
 
 
 def wait_histogram(outcome: Outcome) -> dict[str, Any]:
@@ -33,9 +33,10 @@ def wait_histogram(outcome: Outcome) -> dict[str, Any]:
     positive = waits > 0
     if not positive.any():
         return {"none": int(served.sum()), "edges": [], "cold": [], "queued": []}
-    low, high = float(waits[positive].min()), float(waits[positive].max())
-    low, high = min(low, high / 10), high * 1.02
-    edges = np.geomspace(max(low, 1e-3), max(high, 2e-3), WAIT_BINS + 1)
+    # The shortest hundredth shares the first bin: a few tiny waits would stretch the axis over decades.
+    low, high = float(np.quantile(waits[positive], 0.01)), float(waits[positive].max())
+    first, last = np.floor(np.log10(low / 2) / WAIT_STEP), np.ceil(np.log10(high * 2) / WAIT_STEP)
+    edges = 10 ** (WAIT_STEP * np.arange(first, last + 1))
     clipped = np.clip(waits, edges[0], edges[-1])
     return {
         "none": int((~positive).sum()),
@@ -66,6 +67,7 @@ def bursts(trace: Trace) -> dict[str, Any]:
         "crossings": (runs.first[inside] - window.start).tolist(),
         "peaks": np.round(runs.peak, 4).tolist(),
         "from_hour": begin,
+        "busy": busy[begin : begin + 6].tolist(),
         "limit": CROSSING,
     }
 
@@ -84,7 +86,12 @@ def zoom(trace: Trace, startup: str, policy: str, options: Options) -> dict[str,
     assert intervals is not None
     clipped = intervals.clipped(begin, end)
     numbers = np.unique(np.concatenate([clipped.workers[kind] for kind in clipped.workers]))
-    shown = numbers[:ZOOM_WORKERS]
+    # An even sample in order of their start, so that late workers are seen as well.
+    shown = (
+        numbers[np.unique(np.linspace(0, len(numbers) - 1, ZOOM_WORKERS).round().astype(int))]
+        if len(numbers)
+        else numbers
+    )
     rows = {int(number): row for row, number in enumerate(shown)}
     spans = [
         [rows[int(worker)], kind, round(float(a - begin), 3), round(float(b - begin), 3)]

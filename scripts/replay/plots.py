@@ -15,7 +15,7 @@ import numpy as np
 
 from scripts.replay.optional import require
 
-GENERATING, STARTING, IDLE, LOST = "#16425b", "#e07a3f", "#cfd8dc", "#7a1f3d"
+GENERATING, STARTING, IDLE, LOST = "#16425b", "#e07a3f", "#bccad1", "#7a1f3d"
 COLOURS = {"generating": GENERATING, "starting": STARTING, "idle": IDLE, "lost": LOST}
 LINES = ("#16425b", "#e07a3f", "#4c9f70", "#8d5a97", "#8a8a8a", "#b03a2e")
 MARKERS = "osD^vP"
@@ -46,8 +46,8 @@ def pictures(result: Mapping[str, Any]) -> dict[str, tuple[Callable[[], Any], st
     found: dict[str, tuple[Callable[[], Any], str]] = {}
     first = [row for row in _first_policy(rows) if row.get("timeline")]
     if first:
-        found["workers"] = (lambda: _workers(first), _caption("Workers over time", label, first))
-    found["shares"] = (lambda: _shares(rows), _caption("Where GPU time goes", label, rows))
+        found["workers"] = (lambda: _workers(first), _caption("Workers over time on", label, first))
+    found["shares"] = (lambda: _shares(rows), _caption("Where GPU time goes on", label, rows))
     if data.get("frontier"):
         found["frontier"] = (
             lambda: _frontier(data["frontier"], rows),
@@ -57,7 +57,7 @@ def pictures(result: Mapping[str, Any]) -> dict[str, tuple[Callable[[], Any], st
     if data.get("waits"):
         found["waits"] = (
             lambda: _waits(data["waits"]),
-            _caption("Waiting times", label, _first_policy(rows)),
+            _caption("Waiting times on", label, _first_policy(rows)),
         )
     if data.get("bursts", {}).get("ratios"):
         found["bursts"] = (
@@ -69,8 +69,8 @@ def pictures(result: Mapping[str, Any]) -> dict[str, tuple[Callable[[], Any], st
     if zooms:
         found["zoom"] = (
             lambda: _zoom(zooms),
-            f"Ten minutes around the largest burst of {label}, one line per worker (the first "
-            f"{max(item['zoom']['shown'] for item in zooms)}), policy {zooms[0]['policy']}; ticks on top are arrivals.",
+            f"Ten minutes around the largest burst of {label}, one line per worker (an even sample "
+            f"of {max(item['zoom']['shown'] for item in zooms)} at most), policy {zooms[0]['policy']}; ticks on top are arrivals.",
         )
     return found
 
@@ -83,7 +83,7 @@ def draw_png(result: Mapping[str, Any], folder: Path) -> list[Path]:
     for name, (draw, caption) in pictures(result).items():
         with matplotlib.rc_context(STYLE):
             figure = draw()
-            figure.text(0.01, 0.005, _wrap(caption, 130), fontsize=8, color="#444444", va="bottom")
+            figure.text(0.01, -0.02, _wrap(caption, 130), fontsize=8, color="#444444", va="top")
             path = folder / f"{name}.png"
             figure.savefig(path, dpi=130, bbox_inches="tight", pad_inches=0.15)
         paths.append(path)
@@ -135,7 +135,7 @@ def _caption(title: str, label: str, rows: Sequence[Mapping[str, Any]]) -> str:
     retentions = ", ".join(dict.fromkeys(_retention(row) for row in rows))
     mode = rows[0]["options"].get("binding", "bound")
     dispatch = rows[0]["options"].get("dispatch", "newest-idle")
-    return f"{title} of {label}; policy {policies}; startup S = {startups}; R = {retentions}; {mode} requests, {dispatch}."
+    return f"{title} {label}; policy {policies}; startup S = {startups}; R = {retentions}; {mode} requests, {dispatch}."
 
 
 def _startup(text: str) -> str:
@@ -232,7 +232,7 @@ def _shares(rows: Sequence[Mapping[str, Any]]) -> Any:
             lw=0.5,
             height=0.72,
         )
-        for row, (value, start) in enumerate(zip(values, left, strict=True)):
+        for place, (value, start) in enumerate(zip(values, left, strict=True)):
             if value >= 5:
                 back = (
                     {"facecolor": STARTING, "edgecolor": "none", "pad": 1.0} if kind == "starting" else None
@@ -240,7 +240,7 @@ def _shares(rows: Sequence[Mapping[str, Any]]) -> Any:
                 colour = "white" if kind == "generating" else "black"
                 axis.text(
                     start + value / 2,
-                    y[row],
+                    y[place],
                     f"{value:.1f}",
                     ha="center",
                     va="center",
@@ -290,6 +290,8 @@ def _frontier(curves: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, A
         axis.set_xlim(left=0)
     axes[0].set_ylabel("GPU-hours")
     axes[0].set_ylim(bottom=0)
+    axes[1].plot([], [], "s", ms=9, mfc="none", mec="#555555", mew=1.6, label="R = 2·S")
+    axes[1].plot([], [], "*", ms=12, color="#555555", mec="white", mew=0.6, label="cheapest with waiting")
     axes[1].legend(loc="upper right")
     return figure
 
@@ -350,12 +352,17 @@ def _bursts(data: Mapping[str, Any]) -> Any:
     x = data["from_hour"] + np.arange(len(ratios)) / 60
     axes[0].step(x, ratios, where="post", color=GENERATING, lw=0.9)
     axes[0].axhline(data["limit"], color=STARTING, lw=1, ls="--")
+    for hour, is_busy in enumerate(data["busy"]):
+        if not is_busy:
+            left = data["from_hour"] + hour
+            label = "" if False in data["busy"][:hour] else "hour below the mean: not counted"
+            axes[0].axvspan(left, left + 1, color="#eceff1", lw=0, zorder=0, label=label)
     at = np.array(data["crossings"], dtype=int)
     axes[0].plot(x[at], ratios[at], "v", color=STARTING, ms=6, mec="white", label="crossing of 2")
     axes[0].set_xlabel("hour of the trace")
     axes[0].set_ylabel("minute rate / hourly mean")
-    axes[0].set_ylim(bottom=0)
-    axes[0].legend(loc="upper left")
+    axes[0].set_ylim(0, float(ratios.max()) * 1.2)
+    axes[0].legend(loc="upper left", ncols=2)
     peaks = np.array(data["peaks"])
     if peaks.size:
         top = max(float(np.quantile(peaks, 0.99)), 4.5)
@@ -368,7 +375,7 @@ def _bursts(data: Mapping[str, Any]) -> Any:
         )
         axes[1].axvline(float(np.median(peaks)), color=STARTING, lw=1.5)
         axes[1].set_title(
-            f"{peaks.size} bursts, median peak {np.median(peaks):.2f}, {(peaks >= 4).mean():.0%} reach 4"
+            f"{peaks.size} bursts, median {np.median(peaks):.2f},\n{(peaks >= 4).mean():.0%} reach 4"
         )
     axes[1].set_xlabel("peak / hourly mean")
     axes[1].set_ylabel("bursts")
@@ -397,9 +404,7 @@ def _zoom(items: Sequence[Mapping[str, Any]]) -> Any:
             ms=6,
             mew=0.7,
         )
-        more = (
-            "" if zoom["workers"] == zoom["shown"] else f", {zoom['workers'] - zoom['shown']} more not shown"
-        )
+        more = "" if zoom["workers"] == zoom["shown"] else f", {zoom['shown']} of them shown"
         axis.set_title(
             f"S = {_startup(item['startup'])}: {zoom['workers']} workers{more}, {len(zoom['arrivals'])} arrivals"
         )

@@ -33,7 +33,6 @@ class Setup(NamedTuple):
 
     startup_s: float  # median
     pools: Sequence[str]
-    mean_duration_s: float
 
 
 class Controller(Protocol):
@@ -254,6 +253,7 @@ class HybridController(Quiet):
     startup_s: float = 0.0
     bin_s: float = 1.0
     bins: int = 1
+    width_s: float = 0.0
     levels: Levels = field(default_factory=Levels)
     counts: dict[int, list[int]] = field(default_factory=dict)
     beyond: dict[int, deque[float]] = field(default_factory=dict)
@@ -273,6 +273,13 @@ class HybridController(Quiet):
     def idle(self, pool: int, level: int, t: float) -> Keep:
         if level:
             self.levels.fall(pool, level, t)
+        kept = self._decide(pool)
+        if level == 0 and kept.restart_s is not None:
+            # This is the worker that was started for the expected use: it stays for the width of the expectation.
+            return Keep(self.width_s)
+        return kept
+
+    def _decide(self, pool: int) -> Keep:
         counts = self.counts.get(pool)
         inside, outside = sum(counts or ()), self.outside.get(pool, 0)
         whole = self.bins * self.bin_s
@@ -303,6 +310,7 @@ class HybridController(Quiet):
         back_at = early * (1 - margin) - self.startup_s
         until = late * (1 + margin)
         if back_at > self.startup_s:
+            self.width_s = until - early * (1 - margin)
             return Keep(0.0, back_at)
         return Keep(until)
 
@@ -390,13 +398,22 @@ class ForecastController(Quiet):
     """Exponentially weighted requests per second for each (pool, hour of week), seeded by the current hour."""
 
     policy: Forecast = field(default_factory=lambda: Forecast("forecast"))
-    setup: Setup = field(default_factory=lambda: Setup(0.0, (), 0.0))
+    setup: Setup = field(default_factory=lambda: Setup(0.0, ()))
+    steps: dict[int, tuple[float, int]] = field(default_factory=dict)  # pool → since when, load
+    work_s: dict[int, float] = field(default_factory=dict)
+    seen: dict[int, int] = field(default_factory=dict)
     rates: dict[tuple[int, int], float] = field(default_factory=dict)
     current: dict[int, tuple[int, int]] = field(default_factory=dict)  # pool → minute, requests in it
     last: dict[int, float] = field(default_factory=dict)
 
+    def load(self, pool: int, t: float, load: int) -> None:
+        since, before = self.steps.get(pool, (t, 0))
+        self.work_s[pool] = self.work_s.get(pool, 0.0) + before * (t - since)
+        self.steps[pool] = (t, load)
+
     def arrival(self, pool: int, level: int, t: float) -> None:
         self.last[pool] = t
+        self.seen[pool] = self.seen.get(pool, 0) + 1
         self._roll(pool, t)
         minute, count = self.current[pool]
         self.current[pool] = (minute, count + 1)
@@ -426,9 +443,9 @@ class ForecastController(Quiet):
         rate = self.rates.get((pool, self._hour(t + self.setup.startup_s)))
         if rate is None:
             rate = self.rates.get((pool, self._hour(t)), 0.0)
-        if rate * self.setup.mean_duration_s < 1e-3:
-            return 0
-        return poisson_quantile(rate * self.setup.mean_duration_s, self.policy.quantile)
+        # Little's law: time in the system per request, from the load so far.
+        expected = rate * self.work_s.get(pool, 0.0) / max(self.seen.get(pool, 0), 1)
+        return 0 if expected < 1e-3 else poisson_quantile(expected, self.policy.quantile)
 
     def next_tick(self, pool: int, t: float, active: bool) -> float | None:
         silent = t - self.last.get(pool, 0.0) > WEEK_S

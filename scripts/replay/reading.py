@@ -28,7 +28,8 @@ from scripts.replay.traces import Trace
 TIME_NAMES = ("timestamp", "time", "arrival", "enqueued_at", "received_at", "gmt_create")
 DURATION_NAMES = ("duration", "generation", "execution_time_seconds", "exec_time_seconds")
 POOL_NAMES = ("pool", "model", "function", "app")
-MAX_UNZIPPED_BYTES = 64 << 30  # a gzip bomb ends here rather than in swap
+MAX_UNZIPPED_BYTES = 8 << 30  # a gzip bomb ends here rather than in swap
+PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,20 @@ def _read_bytes(path: str) -> tuple[bytes, str]:
 
 
 def _unzip(data: bytes, label: str) -> bytes:
+    found = bytearray()
     try:
-        with gzip.open(io.BytesIO(data)) as stream:
-            text = stream.read(MAX_UNZIPPED_BYTES)
+        with gzip.open(io.BytesIO(data)) as file:
+            while piece := file.read(PIECE_BYTES):
+                found += piece
+                if len(found) > MAX_UNZIPPED_BYTES:
+                    raise RequestError(
+                        "too large unpacked", where=label, expected=f"≤ {MAX_UNZIPPED_BYTES} bytes"
+                    )
     except (OSError, EOFError, zlib.error) as error:
         raise RequestError(
             "damaged gzip data", where=label, found=str(error), expected="a whole gzip file"
         ) from error
-    return text
+    return bytes(found)
 
 
 # --- fast reader ---------------------------------------------------------------------------------------------------
