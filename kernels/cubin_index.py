@@ -24,6 +24,14 @@ INDEX_NAME = "index.json"
 # Above this a launch needs an opt-in attribute; no kernel of the catalog comes near.
 MAX_SHARED_BYTES = 48 * 1024
 
+_FIELD_KINDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("constants", "compiler"), dict),
+    "arguments": (list, tuple),
+    **dict.fromkeys(("operator", "architecture", "symbol", "grid", "file", "sha256", "source_sha256"), str),
+    **dict.fromkeys(("block", "num_warps", "num_ctas", "shared", "scratch", "size"), int),
+    **dict.fromkeys(("registers", "stack_bytes"), (int, type(None))),
+}
+
 
 @dataclass(frozen=True)
 class KernelEntry:
@@ -82,11 +90,20 @@ def parse_entries(documents: Sequence[Mapping[str, Any]]) -> tuple[KernelEntry, 
 
 
 def _parse_entry(document: Mapping[str, Any]) -> KernelEntry:
+    if not isinstance(document, Mapping):
+        raise ArtifactError("kernel entry is not an object", where="kernels", found=repr(document))
     title = f"kernel {document.get('operator', '?')!r}"
     names = {field.name for field in dataclasses.fields(KernelEntry)}
     if document.keys() != names:
         wrong = sorted(document.keys() ^ names)
         raise ArtifactError("kernel entry has missing or unknown fields", where=title, found=wrong)
+    for name, kinds in _FIELD_KINDS.items():
+        if not isinstance(document[name], kinds):
+            raise ArtifactError(
+                "kernel entry has a field of the wrong type",
+                where=f"{title}: {name}",
+                found=repr(document[name]),
+            )
     fields = dict(document)
     fields["arguments"] = tuple(tuple(argument) for argument in document["arguments"])
     entry = KernelEntry(**fields)
@@ -147,7 +164,8 @@ def read_index(folder: Path) -> tuple[KernelEntry, ...]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:
         raise ArtifactError("kernel index cannot be read", where=str(path), found=str(cause)) from cause
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
+    is_index = isinstance(document, dict) and isinstance(document.get("kernels"), list)
+    if not is_index or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else type(document).__name__
         raise ArtifactError("not a kernel index", where=str(path), found=repr(found), expected=repr(FORMAT))
     return parse_entries(document["kernels"])

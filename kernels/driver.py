@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from loader.errors import InternalError
+from loader.errors import CapabilityError, InternalError
 
 
 class KernelDriver(Protocol):
@@ -35,16 +35,27 @@ class KernelDriver(Protocol):
 
 
 class CudaDriver:
-    """The real one. Every return code is checked."""
+    """The real one. Every return code is checked.
+
+    Raises: CapabilityError: there is no driver here, or no `cuda.bindings`.
+    """
 
     device_type = "cuda"
 
     def __init__(self) -> None:
-        from cuda.bindings import driver
+        try:
+            from cuda.bindings import driver
 
-        self._api = driver
-        self._success = driver.CUresult.CUDA_SUCCESS
-        self._check("cuInit", driver.cuInit(0))
+            self._api = driver
+            self._success = driver.CUresult.CUDA_SUCCESS
+            initialised = driver.cuInit(0)
+        except (ImportError, RuntimeError) as cause:  # RuntimeError: libcuda was not found
+            raise CapabilityError(
+                "precompiled kernels need a CUDA driver",
+                found=str(cause),
+                hint="the eager operators run instead",
+            ) from cause
+        self._check("cuInit", initialised)
 
     def version(self) -> int:
         return int(self._check("cuDriverGetVersion", self._api.cuDriverGetVersion()))

@@ -16,6 +16,7 @@ import pytest
 from kernels.catalog import MINIMAX_H3, OPERATORS, source_sha256, specialisations
 from kernels.cubin import KernelSet, load_kernels, open_kernels
 from kernels.cubin_index import FORMAT, KernelEntry, index_bytes, parse_entries, read_index
+from kernels.driver import CudaDriver
 from loader.errors import ArtifactError, CapabilityError, InternalError
 
 IMAGE = b"\x7fELF not really"
@@ -254,6 +255,9 @@ def _set(name: str, value: object) -> Callable[[dict[str, Any]], None]:
         (_set("num_ctas", 2), r"swiglu.*launch that is not supported; found num_ctas 2"),
         (_set("scratch", 128), r"swiglu.*found num_ctas 1, scratch 128"),
         (_set("shared", 65536), r"swiglu.*shared 65536"),
+        (_set("block", "2048"), r"kernel 'swiglu': block: .*wrong type; found '2048'"),
+        (_set("compiler", None), r"kernel 'swiglu': compiler: .*wrong type; found None"),
+        (_set("arguments", "up"), r"kernel 'swiglu': arguments: .*wrong type"),
         (_set("file", "../swiglu.cubin"), r"swiglu.*outside its folder"),
         (_set("file", "/swiglu.cubin"), r"swiglu.*outside its folder"),
     ],
@@ -271,7 +275,10 @@ def test_key_listed_twice_is_refused() -> None:
         parse_entries([document, document])
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": "coldframe-kernels/2", "kernels": []}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"format": "coldframe-kernels/1"}', '{"format": "coldframe-kernels/2", "kernels": []}'],
+)
 def test_other_index_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "index.json").write_text(text)
     with pytest.raises(ArtifactError, match=r"index\.json"):
@@ -289,3 +296,10 @@ def test_sizes_that_do_not_fit_are_left_to_the_eager_path() -> None:
 
 def test_format_is_stated() -> None:
     assert json.loads(index_bytes([]))["format"] == FORMAT
+
+
+def test_machine_without_a_driver_is_a_missing_capability() -> None:
+    if Path("/proc/driver/nvidia").exists():
+        pytest.skip("this machine has a driver")
+    with pytest.raises(CapabilityError, match="precompiled kernels need a CUDA driver"):
+        CudaDriver()

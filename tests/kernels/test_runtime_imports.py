@@ -1,4 +1,4 @@
-"""A worker without compilers: nothing of the compiler's package is imported, nothing is written, nothing is started."""
+"""A worker without compilers (C21, C27): nothing of the compiler's package is imported, nothing is written, nothing is started."""
 
 from __future__ import annotations
 
