@@ -10,11 +10,14 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loader.errors import InternalError
 from runtime.family import Job, Latents
 from runtime.timeline import Timeline
+
+if TYPE_CHECKING:
+    from runtime.media.encoder_pool import EncoderPool
 
 
 class Cancelled(Exception):
@@ -34,6 +37,7 @@ class Hooks:
         cancelled: set from another thread to stop at the next border.
         on_phase: called with `conditioning`, `denoising`, `decoding`.
         on_step: called with (evaluations done, evaluations in all).
+        on_first_step: called once, when the first evaluation is done and the machine has time for other things.
         synchronize: waits for the device, so that a mark means what it says.
     """
 
@@ -41,17 +45,23 @@ class Hooks:
     cancelled: threading.Event
     on_phase: Callable[[str], None] = _ignore
     on_step: Callable[[int, int], None] = _ignore
+    on_first_step: Callable[[], None] = _ignore
     synchronize: Callable[[], None] = _ignore
 
 
 def generate(
-    job: Job, output: Path, hooks: Hooks, encoder: Mapping[str, Any] | None = None
+    job: Job,
+    output: Path,
+    hooks: Hooks,
+    encoder: Mapping[str, Any] | None = None,
+    encoders: EncoderPool | None = None,
 ) -> dict[str, object]:
     """Run one job and write its MP4.
 
     Args:
         output: appears complete or not at all.
-        encoder: options of `runtime.media.encode.Mp4Writer` (crf, preset …).
+        encoder: options of `runtime.media.encode.Mp4Writer` (crf, preset, receiver …).
+        encoders: the worker's encoder processes; None: pictures are encoded in this process.
     Returns: figures of the run, JSON-ready.
     Raises: Cancelled; WorkerError.
     """
@@ -66,7 +76,7 @@ def generate(
     latents = denoise(job, hooks)
     hooks.on_phase("decoding")
     with timeline.span("decode and encode"):
-        written = _decode(job, latents, output, hooks, encoder or {})
+        written = _decode(job, latents, output, hooks, encoder or {}, encoders)
     timeline.mark("mp4_complete")
     return {**job.report(), **written}
 
@@ -90,6 +100,7 @@ def denoise(job: Job, hooks: Hooks) -> Latents:
             done += 1
             if done == 1:
                 hooks.timeline.mark("first_step_done")
+                hooks.on_first_step()
             hooks.on_step(done, total)
     if latents is None:
         raise InternalError("the family's schedule has no stage", where="pipeline")
@@ -98,23 +109,39 @@ def denoise(job: Job, hooks: Hooks) -> Latents:
 
 
 def _decode(
-    job: Job, latents: Latents, output: Path, hooks: Hooks, encoder: Mapping[str, Any]
+    job: Job,
+    latents: Latents,
+    output: Path,
+    hooks: Hooks,
+    encoder: Mapping[str, Any],
+    encoders: EncoderPool | None,
 ) -> dict[str, object]:
+    """Units go to the encoders as they are decoded; when the last one is, only that one is left to encode."""
     from runtime.media.encode import Mp4Writer
 
     media = job.media
     decoders = job.decoders()
-    with hooks.timeline.span("audio decode"):
-        (audio,) = decoders["audio"].units(latents)
-    _check(hooks)
-    with Mp4Writer(output, width=media.width, height=media.height, fps=media.fps, **encoder) as writer:
-        for index, frames in enumerate(decoders["video"].units(latents)):
-            with hooks.timeline.span("encode", unit=index):
-                writer.add_frames(frames)
-            if index == 0:
-                hooks.timeline.mark("first_frame_out")
+    writer = Mp4Writer(
+        output,
+        width=media.width,
+        height=media.height,
+        fps=media.fps,
+        frames=media.num_frames,
+        encoders=encoders,
+        on_first_picture=lambda: hooks.timeline.mark("first_frame_out"),
+        **encoder,
+    )
+    with writer:
+        with hooks.timeline.span("audio decode"):
+            (audio,) = decoders["audio"].units(latents)
+        writer.add_sound(audio, media.sample_rate)
+        _check(hooks)
+        for index, unit in enumerate(decoders["video"].units(latents)):
+            with hooks.timeline.span("hand over", unit=index):
+                writer.add_frames(unit)
             _check(hooks)
-        writer.finish(audio, media.sample_rate)
+        with hooks.timeline.span("finish file"):
+            writer.finish()
     return {
         "num_frames": media.num_frames,
         "fps": media.fps,

@@ -1,42 +1,41 @@
 """Frames and sound → MP4, while the frames are still being decoded.
 
 H.264 4:2:0 at exactly `fps` frames a second, BT.709 limited range (converted and tagged alike, in the bitstream and the
-container), AAC stereo encoded once over the whole clip with its priming recorded by the container. Frames are encoded
-by a thread of the writer as they are added, so the next unit can be decoded meanwhile. The file appears under its name
-only after it was closed, reopened and checked. PyAV and numpy are imported on use.
+container), AAC stereo encoded once over the whole clip. Every unit is encoded by itself in the pool's encoder
+processes; a thread of the writer muxes finished units in order, so when the last unit is decoded only that unit is
+left to encode. The file appears under its name only after it was closed, reopened and checked. PyAV and numpy are
+imported on use.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from loader.errors import CapabilityError, InternalError
+from loader.errors import InternalError, WorkerError
 from runtime.media.check import Mp4Expectation, check_mp4
-from runtime.media.mux import Mp4File
-from runtime.media.pcm import fit_pcm, resample_linear
+from runtime.media.encoder_pool import EncoderPool
+from runtime.media.fragments import FragmentStream, Receiver
+from runtime.media.mux import Encoded, Mp4File, Piece, read_sound, read_unit
+from runtime.media.pcm import FittedPcm, fit_pcm, resample_linear
+from runtime.media.picture_memory import PictureSlot
+from runtime.media.unit_encoder import Layout, PictureOptions
+from runtime.media.units import BlankCheck, HostUnit, PictureUnit
 
 if TYPE_CHECKING:
-    import numpy as np
-    from av import Packet
-    from av.audio.stream import AudioStream
-    from av.video.stream import VideoStream
     from numpy.typing import NDArray
 
 SAMPLE_RATE = 32_000
 AAC_RATES = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)
-_AAC_FRAME = 1024
-_BT709, _LIMITED = 1, 1  # values of the H.264 tables for matrix, primaries, transfer; of the range
-_MAX_PENDING = 3  # units that wait for the encoder before `add_frames` blocks
-_BLANK_STEP = 8  # every 8th row and column is looked at to find a picture without content
+LARGEST_UNIT = 24
+"""Frames of a unit that memory is reserved for ahead; a larger one makes the memory grow when it comes."""
+_WAIT_S = 0.5  # between two looks at failures while every slot is taken
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,29 @@ class Mp4Result:
     path: Path
     frames: int
     bytes: int
-    sha256: str
     sample_rate: int
     audio_samples: int
     audio_shift: int
     audio_clipped: int
     audio_peak: float
+
+
+@dataclass
+class _Copy:
+    """A unit whose pictures are on their way into `slot`; `wait` is None once they are there."""
+
+    slot: PictureSlot
+    num_frames: int
+    layout: Layout
+    wait: Callable[[], None] | None
+
+
+@dataclass(frozen=True)
+class _Sound:
+    pcm: FittedPcm
+    samples: int
+    sample_rate: int
+    encoded: Future[bytes]
 
 
 class Mp4Writer:
@@ -64,39 +80,49 @@ class Mp4Writer:
         height: int,
         fps: int = 24,
         *,
-        expected_frames: int | None = None,
-        crf: int = 18,
-        preset: str = "veryfast",
+        frames: int,
+        encoders: EncoderPool | None = None,
+        receiver: Receiver | None = None,
+        on_first_picture: Callable[[], None] | None = None,
         audio_bit_rate: int = 192_000,
-        threads: int = 0,
+        **picture: Any,
     ) -> None:
-        """Open the file and the picture's encoder.
+        """Open the file.
 
         Args:
             path: target; a file of that name is replaced at the end.
             width, height: pixels, even.
-            expected_frames: the count, if known; another one is refused at the end.
-            crf, preset: libx264's rate factor (0 lossless … 51) and preset.
+            frames: the clip's length; another count is refused at the end.
+            encoders: pool of the worker; None: one of this writer's own that encodes in this process.
+            receiver: gets the clip as a fragmented MP4 while it is made, beside the file.
+            on_first_picture: called once, when the first unit's pictures are in host memory.
             audio_bit_rate: of the AAC stream, bits per second.
-            threads: of the picture's encoder; 0: as many as cores.
+            picture: further fields of `PictureOptions`: codec, preset, crf, tune, threads.
 
         Raises:
             RequestError: the target's folder is not writable.
             CapabilityError: no H.264 encoder here, or one that refuses these options.
         """
-        if width % 2 or height % 2 or min(width, height) < 2:
-            raise InternalError("H.264 4:2:0 needs even sides", where="video", found=f"{width}x{height}")
-        self.path, self.width, self.height, self.fps = Path(path), width, height, fps
-        self.expected_frames, self.audio_bit_rate = expected_frames, audio_bit_rate
+        self.options = PictureOptions(width=width, height=height, fps=fps, **picture)
+        self.path, self.expected_frames, self.audio_bit_rate = Path(path), frames, audio_bit_rate
         self.frames = 0
-        self._darkest, self._brightest = 255, 0
-        self._packets: list[Packet[Any]] = []
-        self._pending: deque[Future[None]] = deque()
+        self._on_first_picture = on_first_picture
+        self._receiver = receiver
+        self._units: list[int] = []
+        self._blank = BlankCheck(self.options)
+        self._copying: _Copy | None = None
+        self._encoding: list[Future[bytes]] = []
+        self._muxed: list[Future[None]] = []
+        self._sound: Future[_Sound] = Future()
+        self._has_sound = self._done = False
+        self._tracks: _Muxer | None = None
+        self._owned = EncoderPool(0) if encoders is None else None
+        self._encoders: EncoderPool = encoders or self._owned  # type: ignore[assignment]
         self._file = Mp4File(self.path)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mp4-encoder")
-        self._done = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mux")
         try:
-            self._video = self._open_video(crf, preset, threads)
+            self._encoders.probe(self.options)
+            self._encoders.start(slot_bytes=self._slot_bytes(min(frames, LARGEST_UNIT), "yuv420p"))
         except BaseException:
             self.abort()
             raise
@@ -109,165 +135,229 @@ class Mp4Writer:
     ) -> None:
         self.abort()
 
-    def add_frames(self, frames: NDArray[np.uint8]) -> None:
-        """Append pictures in order.
-
-        Args: frames: uint8 RGB [F, height, width, 3], F ≥ 1; copied, so the caller may reuse the memory.
-        Raises: InternalError: another shape or dtype, a finished writer, or an earlier unit that failed to encode.
-        """
-        import numpy as np
-
-        if self._done:
-            raise InternalError("frames after the end", where="video encoder")
-        if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[1:] != (self.height, self.width, 3):
-            raise InternalError(
-                "wrong frames", where="video decoder", found=f"{frames.dtype} {list(frames.shape)}",
-                expected=f"uint8 [F, {self.height}, {self.width}, 3]",
-            )  # fmt: skip
-        unit = np.array(frames, order="C")
-        sample = unit[:, ::_BLANK_STEP, ::_BLANK_STEP]
-        self._darkest = min(self._darkest, int(sample.min(initial=255)))
-        self._brightest = max(self._brightest, int(sample.max(initial=0)))
-        while len(self._pending) >= _MAX_PENDING:
-            self._pending.popleft().result()
-        self._pending.append(self._thread.submit(self._encode_unit, unit, self.frames))
-        self.frames += len(unit)
-
-    def finish(self, audio: NDArray[np.floating[Any]], sample_rate: int = SAMPLE_RATE) -> Mp4Result:
-        """Add the sound, close, check and name the file.
+    def add_sound(self, audio: NDArray[Any], sample_rate: int = SAMPLE_RATE) -> None:
+        """Take the whole sound, before, between or after the frames; it is encoded meanwhile.
 
         Args:
             audio: float [2, samples], as long as the picture within half an audio latent.
             sample_rate: of `audio`; one that AAC does not have (small test models) is brought to 32 kHz.
 
-        Raises: InternalError: no or wrong number of frames, one colour throughout, unusable sound, or a file that
-            fails its check. Nothing is left behind then.
+        Raises: InternalError: unusable sound, sound twice, or a finished writer.
+        """
+        import numpy as np
+
+        if self._done or self._has_sound:
+            raise InternalError("sound twice or after the end", where="audio encoder")
+        pcm = fit_pcm(audio, sample_rate, self.expected_frames, self.options.fps)
+        samples, rate = pcm.samples, sample_rate
+        if rate not in AAC_RATES:
+            rate = SAMPLE_RATE
+            samples = resample_linear(samples, round(self.expected_frames * rate / self.options.fps))
+        slot = self._acquire(samples.nbytes)
+        np.copyto(np.frombuffer(slot.view, np.float32, samples.size).reshape(samples.shape), samples)
+        encoded = self._encoders.encode_sound(slot, samples.nbytes, rate, self.audio_bit_rate)
+        self._has_sound = True
+        self._sound.set_result(_Sound(pcm, samples.shape[1], rate, encoded))
+
+    def add_frames(self, unit: PictureUnit | NDArray[Any]) -> None:
+        """Append pictures in order. Returns when they are, or are being, copied; so the memory may be reused after
+        the next call, or at once if it is host memory.
+
+        Args:
+            unit: a unit, or uint8 RGB [F, height, width, 3], F ≥ 1.
+        Raises: InternalError: wrong frames, a finished writer, or an earlier unit that failed.
+        """
+        import numpy as np
+
+        if self._done:
+            raise InternalError("frames after the end", where="video encoder")
+        if isinstance(unit, np.ndarray):
+            unit = HostUnit(unit, self.options)
+        slot = self._acquire(unit.num_frames * self.options.frame_bytes(unit.layout))
+        try:
+            wait = unit.copy_into(slot.view)
+            self._hand_over()  # the unit before; this one is being computed meanwhile
+        except BaseException:
+            self._encoders.memory.release(slot)
+            raise
+        self._copying = _Copy(slot, unit.num_frames, unit.layout, wait)
+        if wait is None:
+            self._hand_over()
+
+    def finish(self) -> Mp4Result:
+        """Close, check and name the file.
+
+        Raises: InternalError: no sound, no or wrong number of frames, one colour throughout, a unit that failed, or a
+            file that fails its check. Nothing is left behind then.
         """
         try:
-            return self._finish(audio, sample_rate)
+            return self._finish()
         finally:
             self.abort()
 
     def abort(self) -> None:
         """Stop and remove the partial file; harmless after `finish` and when called twice."""
-        if not self._done:
-            self._done = True
-            self._thread.shutdown(wait=True, cancel_futures=True)
-            self._file.discard()
+        if self._done:
+            return
+        self._done = True
+        if self._copying is not None:  # the device must not write into a slot that has another owner
+            copying, self._copying = self._copying, None
+            if copying.wait is not None:
+                with contextlib.suppress(WorkerError):
+                    copying.wait()
+            self._encoders.memory.release(copying.slot)
+        if not self._has_sound:
+            self._sound.cancel()
+        for encoded in self._encoding:
+            encoded.cancel()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._file.discard()
+        if self._owned is not None:
+            self._owned.close()
 
-    def _finish(self, audio: NDArray[np.floating[Any]], sample_rate: int) -> Mp4Result:
+    def _slot_bytes(self, frames: int, layout: Layout) -> int:
+        sound = 8 * round((self.expected_frames + 1) * 48_000 / self.options.fps)
+        return max(frames * self.options.frame_bytes(layout), sound)
+
+    def _acquire(self, size: int) -> PictureSlot:
+        """A slot of at least `size` bytes. Raises: InternalError: an earlier unit failed."""
+        memory = self._encoders.memory
+        if size > memory.slot_bytes:
+            self._hand_over()
+            self._wait_for_encoders()
+            memory.resize(size, self._encoders.slots, pin=memory.pinned)
+        while (slot := memory.acquire(_WAIT_S)) is None:
+            self._raise_failures()
+        self._raise_failures(slot)
+        return slot
+
+    def _wait_for_encoders(self) -> None:
+        """Until every slot is free again."""
+        memory = self._encoders.memory
+        held: list[PictureSlot] = []
+        while len(held) < memory.slots:
+            slot = memory.acquire(_WAIT_S)
+            if slot is not None:
+                held.append(slot)
+        for slot in held:
+            memory.release(slot)
+
+    def _raise_failures(self, slot: PictureSlot | None = None) -> None:
+        for future in self._muxed:
+            if future.done() and (error := future.exception()) is not None:
+                if slot is not None:
+                    self._encoders.memory.release(slot)
+                raise error
+
+    def _hand_over(self) -> None:
+        """Give the unit that is being copied to an encoder, once it is there."""
+        if self._copying is None:
+            return
+        copying, self._copying = self._copying, None
+        try:
+            if copying.wait is not None:
+                copying.wait()
+            self._blank.add(copying.slot.view, copying.num_frames, copying.layout)
+        except BaseException:
+            self._encoders.memory.release(copying.slot)
+            raise
+        encoded = self._encoders.encode(copying.slot, copying.num_frames, copying.layout, self.options)
+        self._encoding.append(encoded)
+        self._muxed.append(self._thread.submit(self._mux, encoded, self.frames, copying.num_frames))
+        self._units.append(copying.num_frames)
+        self.frames += copying.num_frames
+        if self._on_first_picture is not None:
+            self._on_first_picture()
+            self._on_first_picture = None
+
+    def _mux(self, encoded: Future[bytes], first: int, count: int) -> None:
+        """Runs on the writer's thread, units in order."""
+        unit = read_unit(encoded.result(), first, self.options.fps)
+        if len(unit.pieces) != count:
+            raise InternalError(
+                "the encoder lost frames", where="video encoder", found=len(unit.pieces), expected=count
+            )
+        if self._tracks is None:
+            sound = self._sound.result()
+            read = read_sound(sound.encoded.result(), sound.samples, sound.sample_rate)
+            self._file.begin(unit, read, self.expected_frames)
+            stream = FragmentStream(self._receiver, unit, read) if self._receiver else None
+            self._tracks = _Muxer(self._file, stream, unit.header, read.pieces)
+        is_last = first + count >= self.expected_frames
+        self._tracks.append(unit, None if is_last else Fraction(first + count, self.options.fps))
+
+    def _finish(self) -> Mp4Result:
         if self._done:
             raise InternalError("finished twice", where="video encoder")
+        self._hand_over()
         self._check_picture()
-        pcm = fit_pcm(audio, sample_rate, self.frames, self.fps)
-        samples, rate = pcm.samples, sample_rate
-        if rate not in AAC_RATES:
-            rate = SAMPLE_RATE
-            samples = resample_linear(samples, round(self.frames * rate / self.fps))
-        sound = self._encode_audio(samples, rate)
-        while self._pending:
-            self._pending.popleft().result()
-        with _encoding("video encoder"):
-            self._packets += self._video.encode()
-        self._file.write(self._packets + sound)
+        if not self._has_sound:
+            raise InternalError("the clip has no sound", where="audio encoder")
+        for future in self._muxed:
+            try:
+                future.result()
+            except CancelledError as error:
+                raise InternalError("the encoder was stopped", where="video encoder") from error
+        sound = self._sound.result()
         partial = self._file.close()
-        self._recheck(partial, samples.shape[1], rate)
-        digest, size = hashlib.sha256(partial.read_bytes()).hexdigest(), partial.stat().st_size
+        self._recheck(partial, sound)
+        size = partial.stat().st_size
         self._file.commit()
+        pcm = sound.pcm
         return Mp4Result(
-            self.path, self.frames, size, digest, rate, samples.shape[1], pcm.shift, pcm.clipped, pcm.peak
+            self.path, self.frames, size, sound.sample_rate, sound.samples, pcm.shift, pcm.clipped, pcm.peak
         )
 
     def _check_picture(self) -> None:
-        if not self.frames or self.expected_frames not in (None, self.frames):
+        if self.frames != self.expected_frames or not self.frames:
             raise InternalError(
                 "wrong number of frames",
                 where="video decoder",
                 found=self.frames,
                 expected=self.expected_frames or "at least 1",
             )
-        if self._darkest == self._brightest:
+        if min(self._units) < 2 and len(self._units) > 1:
+            # two IDR pictures in a row need different idr_pic_id, and every session numbers its own from 0
+            raise InternalError("a unit of one frame among others", where="video decoder", found=self._units)
+        if self._blank.is_blank:
             raise InternalError(
-                "every frame is one colour", where="video decoder", found=f"value {self._darkest} everywhere",
+                "every frame is one colour",
+                where="video decoder",
+                found=f"components {self._blank.colour} everywhere",
                 hint="not-a-number latents decode to this",
-            )  # fmt: skip
+            )
 
-    def _recheck(self, partial: Path, samples: int, sample_rate: int) -> None:
+    def _recheck(self, partial: Path, sound: _Sound) -> None:
         expectation = Mp4Expectation(
-            width=self.width, height=self.height, frames=self.frames, fps=self.fps, sample_rate=sample_rate,
-            audio_samples=samples,
-        )  # fmt: skip
+            width=self.options.width,
+            height=self.options.height,
+            frames=self.frames,
+            fps=self.options.fps,
+            sample_rate=sound.sample_rate,
+            audio_samples=sound.samples,
+        )
         report = check_mp4(partial, expectation, decode=False)
         if report.problems:
             raise InternalError(
                 "the written file fails its check", where=self.path.name, found="; ".join(report.problems)
             )
 
-    def _open_video(self, crf: int, preset: str, threads: int) -> VideoStream:
-        import av
 
-        try:
-            stream: VideoStream = self._file.container.add_stream(
-                "libx264", rate=self.fps, options={"crf": str(crf), "preset": preset}
-            )
-            stream.width, stream.height, stream.pix_fmt = self.width, self.height, "yuv420p"
-            context = stream.codec_context
-            context.time_base = Fraction(1, self.fps)
-            context.thread_count = threads
-            context.color_range = _LIMITED
-            context.colorspace = context.color_primaries = context.color_trc = _BT709
-            context.open()
-        except (av.FFmpegError, ValueError) as error:
-            raise CapabilityError(
-                "the H.264 encoder cannot be opened",
-                where="libx264",
-                found=f"{error}; crf {crf}, preset {preset}",
-                hint="install a PyAV build with libx264, or use one of its presets",
-            ) from error
-        return stream
+class _Muxer:
+    """Joins units: the same parameter sets throughout, and the sound that goes with each."""
 
-    def _encode_unit(self, unit: NDArray[np.uint8], first: int) -> None:
-        """Runs on the writer's thread, units in order: convert, number and encode every frame."""
-        from av import VideoFrame
-        from av.video.reformatter import ColorRange, Colorspace, Interpolation
+    def __init__(
+        self, file: Mp4File, stream: FragmentStream | None, header: bytes, sound: list[Piece]
+    ) -> None:
+        self._file, self._stream, self._header = file, stream, header
+        self._sound = sound
 
-        for offset, rgb in enumerate(unit):
-            frame = VideoFrame.from_ndarray(rgb, format="rgb24").reformat(
-                format="yuv420p",
-                dst_colorspace=Colorspace.ITU709,
-                src_color_range=ColorRange.JPEG,
-                dst_color_range=ColorRange.MPEG,
-                interpolation=Interpolation.BICUBIC | Interpolation.ACCURATE_RND,
-                dst_color_trc=_BT709,
-                dst_color_primaries=_BT709,
-            )
-            frame.pts, frame.duration, frame.time_base = first + offset, 1, Fraction(1, self.fps)
-            with _encoding("video encoder"):
-                self._packets += self._video.encode(frame)
-
-    def _encode_audio(self, samples: NDArray[np.float32], sample_rate: int) -> list[Packet[Any]]:
-        """The whole clip through one encoder, from sample 0 on; the container turns its priming into an edit list."""
-        import numpy as np
-        from av import AudioFrame
-
-        packets: list[Packet[Any]] = []
-        with _encoding("audio encoder"):
-            stream: AudioStream = self._file.container.add_stream("aac", rate=sample_rate, layout="stereo")
-            stream.bit_rate = self.audio_bit_rate
-            for start in range(0, samples.shape[1], _AAC_FRAME):
-                block = np.ascontiguousarray(samples[:, start : start + _AAC_FRAME])
-                frame = AudioFrame.from_ndarray(block, format="fltp", layout="stereo")
-                frame.sample_rate, frame.pts, frame.time_base = sample_rate, start, Fraction(1, sample_rate)
-                packets += stream.encode(frame)
-            return packets + list(stream.encode())
-
-
-@contextlib.contextmanager
-def _encoding(stage: str) -> Iterator[None]:
-    """Errors of the encoder library as InternalError naming the stage."""
-    import av
-
-    try:
-        yield
-    except (av.FFmpegError, OSError) as error:
-        raise InternalError("the encoder failed", where=stage, found=error) from error
+    def append(self, unit: Encoded, until: Fraction | None) -> None:
+        """Write a unit with the sound before `until` seconds (None: all that is left). Raises: InternalError."""
+        if unit.header != self._header:
+            raise InternalError("units have different parameter sets", where="video encoder")
+        due = [piece for piece in self._sound if until is None or piece.decoding_time < until]
+        self._sound = self._sound[len(due) :]
+        self._file.write(unit.pieces, due)
+        if self._stream is not None:
+            self._stream.send(unit.pieces, due)

@@ -1,79 +1,179 @@
-"""An MP4 that exists only when it is complete.
+"""Encoded units and sound → packets of one stream each → an MP4 that exists only when it is complete.
 
-Packets go into a file beside the target; `commit` closes it and renames it, `discard` removes it. The index is moved in
-front of the data (a player can start before the download ends), the movie clock is a common multiple of the frame and
-sample rates so that no duration is rounded, and both streams are interleaved by decoding time. PyAV is imported on
-use.
+Nothing is encoded here: packets of every unit follow those of the unit before, with timestamps of absolute frame
+numbers, so no rounding adds up (C74). The index lies in front of the data (a player can start before the download
+ends), in room that is reserved for it, so closing the file moves no data. The movie clock is a common multiple of the
+frame and sample rates. PyAV is imported on use.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loader.errors import InternalError, RequestError
+from runtime.media.unit_encoder import AAC_FRAME
 
 if TYPE_CHECKING:
-    from av import Packet
-    from av.container import OutputContainer
+    from av.container import InputContainer, OutputContainer
+    from av.stream import Stream
 
-_MOVIE_TIMESCALE = 96_000  # a multiple of 24 frames and 32,000 samples a second
+MOVIE_TIMESCALE = 96_000  # a multiple of 24 frames and 32,000 samples a second
+_INDEX_BYTES = 4096
+_INDEX_BYTES_PER_PACKET = 40  # entries of stsz, stco (64 bit), stsc, ctts, stss, rounded up
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One packet; `pts`, `dts` and `duration` in `time_base`."""
+
+    data: bytes
+    pts: int
+    dts: int
+    duration: int
+    time_base: Fraction
+    is_keyframe: bool
+
+    @property
+    def decoding_time(self) -> Fraction:
+        return self.dts * self.time_base
+
+
+@dataclass
+class Encoded:
+    """The packets of a unit or of the sound, and the stream they came from, a template for the output's.
+
+    `source` keeps the demuxer open that the template belongs to.
+    """
+
+    template: Stream
+    header: bytes
+    pieces: list[Piece]
+    source: InputContainer = field(repr=False)
+
+
+def read_unit(data: bytes, first_frame: int, fps: int) -> Encoded:
+    """An encoded unit with its frames numbered from `first_frame`. Raises: InternalError: its times are not frames."""
+    grid = Fraction(1, fps)
+    source, template, packets = _demux(data, "video encoder")
+    pieces = []
+    for content, pts, dts, is_keyframe in packets:
+        times = (pts / grid, dts / grid)
+        if any(time.denominator != 1 for time in times):
+            raise InternalError("a packet lies between frames", where="video encoder", found=times)
+        frame, order = (first_frame + int(time) for time in times)
+        pieces.append(Piece(content, frame, order, 1, grid, is_keyframe))
+    if not pieces or not pieces[0].is_keyframe:
+        raise InternalError("a unit does not begin with a keyframe", where="video encoder")
+    return Encoded(template, template.codec_context.extradata or b"", pieces, source)
+
+
+def read_sound(data: bytes, samples: int, sample_rate: int) -> Encoded:
+    """The encoded sound; its priming lies before time 0 and its last packet ends with the last sample."""
+    grid = Fraction(1, sample_rate)
+    source, template, packets = _demux(data, "audio encoder")
+    pieces = []
+    for content, pts, _, _ in packets:
+        start = int(pts / grid) - AAC_FRAME
+        if start < samples:
+            pieces.append(Piece(content, start, start, min(AAC_FRAME, samples - start), grid, True))
+    return Encoded(template, template.codec_context.extradata or b"", pieces, source)
+
+
+def _demux(
+    data: bytes, where: str
+) -> tuple[InputContainer, Stream, list[tuple[bytes, Fraction, Fraction, bool]]]:
+    import av
+
+    try:
+        source = av.open(io.BytesIO(data), "r", format="nut")
+        stream = source.streams[0]
+        packets = [
+            (bytes(packet), packet.pts * packet.time_base, packet.dts * packet.time_base, packet.is_keyframe)
+            for packet in source.demux(stream)
+            if packet.pts is not None and packet.dts is not None and packet.time_base is not None
+        ]
+    except (OSError, av.FFmpegError, IndexError) as error:
+        raise InternalError("an encoder's result is unreadable", where=where, found=error) from error
+    return source, stream, packets
+
+
+class Tracks:
+    """The two streams of an output container; takes pieces of both in the order of their decoding time."""
+
+    def __init__(self, container: OutputContainer, unit: Encoded, sound: Encoded) -> None:
+        self.container = container
+        self._streams = []
+        for encoded in (unit, sound):
+            # opaque: parameters only; an encoder on the output would write a header of its own
+            stream = container.add_stream_from_template(encoded.template, opaque=True)
+            stream.time_base = encoded.pieces[0].time_base
+            self._streams.append(stream)
+
+    def write(self, pictures: Iterable[Piece], sound: Iterable[Piece]) -> None:
+        """Raises: whatever the container library or the disk raises."""
+        import av
+
+        tagged = [
+            (piece, stream)
+            for stream, pieces in zip(self._streams, (pictures, sound), strict=True)
+            for piece in pieces
+        ]
+        for piece, stream in sorted(tagged, key=lambda pair: pair[0].decoding_time):
+            packet: Any = av.Packet(piece.data)
+            packet.pts, packet.dts, packet.duration = piece.pts, piece.dts, piece.duration
+            packet.time_base, packet.is_keyframe = piece.time_base, piece.is_keyframe
+            packet.stream = stream
+            self.container.mux(packet)
 
 
 class Mp4File:
-    """The container of one clip, opened at once so that an unwritable target is known before any work is paid."""
+    """The container of one clip, beside its name until `commit`; an unwritable target is known before any work."""
 
     def __init__(self, path: Path) -> None:
         """Raises: RequestError: nothing can be written beside `path`."""
-        import av
-
         self.path = path
         self.partial = path.parent / f".{secrets.token_hex(8)}.part"
-        options = {"movflags": "+faststart", "movie_timescale": str(_MOVIE_TIMESCALE)}
+        self._tracks: Tracks | None = None
+        self._is_broken = False
         try:
-            # touched first: the container library creates the file later than it reports success
             self.partial.touch(exist_ok=False)
-            self.container: OutputContainer = av.open(str(self.partial), "w", format="mp4", options=options)
-        except (OSError, av.FFmpegError) as error:
-            self._remove()
+        except OSError as error:
             raise RequestError(
                 "the video cannot be written there",
                 where="output",
                 found=f"{path}: {error}",
                 expected="a writable folder",
             ) from error
-        self._open = True
 
-    def write(self, packets: Iterable[Packet[Any]]) -> None:
-        """Mux the packets of all streams in the order of their decoding time.
-
-        Raises: InternalError: the container library or the disk refused.
-        """
+    def begin(self, unit: Encoded, sound: Encoded, frames: int) -> None:
+        """Open the container with both streams and room for an index of `frames` pictures. Raises: InternalError."""
         import av
 
-        try:
-            for packet in sorted(packets, key=_decoding_time):
-                self.container.mux(packet)
-        except (OSError, av.FFmpegError) as error:
-            raise InternalError(
-                "the video file cannot be written", where=str(self.path), found=error
-            ) from error
+        room = _INDEX_BYTES + _INDEX_BYTES_PER_PACKET * (frames + len(sound.pieces))
+        options = {"moov_size": str(room), "movie_timescale": str(MOVIE_TIMESCALE)}
+        with self._writing():
+            container = av.open(str(self.partial), "w", format="mp4", options=options)
+            self._tracks = Tracks(container, unit, sound)
+
+    def write(self, pictures: Iterable[Piece], sound: Iterable[Piece]) -> None:
+        """Append packets. Raises: InternalError: the container library or the disk refused."""
+        assert self._tracks is not None
+        with self._writing():
+            self._tracks.write(pictures, sound)
 
     def close(self) -> Path:
         """Finish the file under its partial name, which is returned. Raises: InternalError."""
-        import av
-
-        try:
-            self._open = False
-            self.container.close()
-        except (OSError, av.FFmpegError) as error:
-            raise InternalError(
-                "the video file cannot be closed", where=str(self.path), found=error
-            ) from error
+        assert self._tracks is not None
+        tracks, self._tracks = self._tracks, None
+        with self._writing():
+            tracks.container.close()
         return self.partial
 
     def commit(self) -> None:
@@ -84,18 +184,30 @@ class Mp4File:
         """Close and remove what was written; harmless after `commit`."""
         import av
 
-        if self._open:
-            self._open = False
+        if self._tracks is not None:
+            tracks, self._tracks = self._tracks, None
             with contextlib.suppress(OSError, av.FFmpegError):
-                self.container.close()
-        self._remove()
-
-    def _remove(self) -> None:
+                tracks.container.close()
         with contextlib.suppress(OSError):
             self.partial.unlink(missing_ok=True)
 
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Errors of the container library and the disk as InternalError.
 
-def _decoding_time(packet: Packet[Any]) -> Fraction:
-    if packet.dts is None or packet.time_base is None:
-        raise InternalError("a packet has no time", where="mux")
-    return packet.dts * packet.time_base
+        After one the container is not touched again: the library crashes when a header is written twice.
+        """
+        import av
+
+        if self._is_broken:
+            raise InternalError(
+                "the video file cannot be written", where=str(self.path), found="an earlier error"
+            )
+        self._is_broken = True
+        try:
+            yield
+        except (OSError, av.FFmpegError) as error:
+            raise InternalError(
+                "the video file cannot be written", where=str(self.path), found=error
+            ) from error
+        self._is_broken = False
