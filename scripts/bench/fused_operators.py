@@ -10,8 +10,8 @@ buffers that do not fit the L2 cache, prints a table and writes `results/fused_o
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -32,6 +32,7 @@ from kernels.cubin import KernelSet, load_kernels
 from kernels.cubin_index import for_architecture, read_index
 from kernels.driver import CudaDriver
 from kernels.ops import Operators
+from scripts.bench.common import target, write_result
 from scripts.bench.fused_cases import CASES, Case, Inputs, clone
 
 ROOT = Path(__file__).parents[2]
@@ -134,7 +135,7 @@ def time_graph(calls: Sequence[Callable[[], Any]], repeats: int) -> tuple[float,
     graph.replay()
     times = []
     for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = _event(), _event()
         start.record()
         graph.replay()
         end.record()
@@ -142,6 +143,10 @@ def time_graph(calls: Sequence[Callable[[], Any]], repeats: int) -> tuple[float,
         times.append(start.elapsed_time(end) * 1e3 / len(calls))
     del kept, graph
     return statistics.median(times), min(times)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def buffers(case: Case, rows: int) -> list[Inputs]:
@@ -278,14 +283,9 @@ def targets(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
             continue
         value = timed["ours_us"]
         if case.goal_us is not None:
-            result[f"fused_{name}_us"] = _target(value, case.goal_us, "lower")
-        result[f"fused_{name}_bandwidth_share"] = _target(timed["share"], SHARE_GOAL, "higher")
+            result[f"fused_{name}_us"] = target(value, case.goal_us, "lower")
+        result[f"fused_{name}_bandwidth_share"] = target(timed["share"], SHARE_GOAL, "higher")
     return result
-
-
-def _target(value: float, goal: float, better: str) -> dict[str, Any]:
-    met = value <= goal if better == "lower" else value >= goal
-    return {"value": round(value, 4), "goal": goal, "better": better, "met": met}
 
 
 def summarise(timed: dict[str, Any], bandwidth: float) -> dict[str, Any]:
@@ -347,15 +347,14 @@ def print_table(figures: dict[str, Any]) -> None:
             )
 
 
-def write(figures: dict[str, Any], command: str) -> None:
-    found = targets(figures)
-    out = os.environ.get("OUT")
-    if out:
-        text = json.dumps({"figures": figures, "targets": found}, indent=1, sort_keys=True)
-        (Path(out) / "fused_operators_raw.json").write_text(text)
-    from scripts.bench.common import write_result
-
-    write_result("fused_operators", figures, found, command)
+def write(figures: dict[str, Any]) -> None:
+    """The result file, and a copy where the device machine collects files."""
+    path = write_result(
+        "fused_operators", figures, targets(figures), "python -m scripts.bench.fused_operators"
+    )
+    if out := os.environ.get("OUT"):
+        shutil.copy(path, out)
+    print(path)
 
 
 def main() -> None:
@@ -388,8 +387,8 @@ def main() -> None:
     for name in options.operators:
         figures["cases"][name] = run_case(CASES[name], sets, bandwidth, stop)
     figures["triton_imported"] = "triton" in sys.modules
+    write(figures)
     print_table(figures)
-    write(figures, "python -m scripts.bench.fused_operators")
 
 
 if __name__ == "__main__":
