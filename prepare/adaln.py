@@ -184,7 +184,6 @@ def write_tables(
         for layer in range(config.num_layers):
             tables.write_layer(layer, projections)
         tables.write_final(projections)
-    projections.scan.raise_if_bad()
     return projections.sha256()
 
 
@@ -250,6 +249,7 @@ class ProjectionSource:
             target[position : position + len(data)] = data
             position += len(data)
             self._advance(len(piece))
+        self.scan.raise_if_bad()
         return out
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TextIO
 
 from loader.errors import RequestError, WorkerError
 from prepare.family import DTYPES, PrepareOptions
@@ -140,5 +141,6 @@ def _guarded(
     return 0
 
 
-def _say(text: str, stream: object) -> None:
-    print(text, file=stream)  # type: ignore[call-overload]  # noqa: T201 - this module is a command's front end
+def _say(text: str, stream: TextIO) -> None:
+    stream.write(f"{text}\n")
+    stream.flush()

@@ -175,9 +175,6 @@ class _Run:
     def _digests(self, path: str) -> FileDigests:
         return FileDigests.from_json(self._staging.finished(path))
 
-    def _finish(self, path: str, digests: FileDigests, warnings: Sequence[str]) -> None:
-        self._staging.finish(path, {**digests.to_json(), "warnings": warnings})
-
     def _num_workers(self) -> int:
         return self._options.workers or min(_MAX_WORKERS, len(os.sched_getaffinity(0)))
 
@@ -204,14 +201,14 @@ class _Run:
         scan = FiniteScan()
         with self._staging.new_file(plan.path) as file:
             digests = write_prepared_file(plan, file, self._source.sources, scan, self._advance)
-        self._finish(plan.path, digests, zero_warnings(scan.zero_tensors()))
+        self._staging.finish({plan.path: _record(digests, zero_warnings(scan.zero_tensors()))})
 
     def _hash_sources(self, paths: Sequence[Path]) -> None:
         if self._is_done(_unit_name(paths)):
             return
         root = self._source.root
         files = {path.relative_to(root).as_posix(): _hash_file(path, self._advance) for path in paths}
-        self._staging.finish(_unit_name(paths), {"files": files})
+        self._staging.finish({_unit_name(paths): {"files": files}})
 
     def _write_tables(self) -> None:
         if self._is_done(_TABLES):
@@ -230,10 +227,11 @@ class _Run:
             options = self._options
             sha256 = write_tables(files, projections, source.modulation, options.adaln, options.device)
             digests = [file.digests() for file in files]
-        for table, result in zip(source.tables, digests, strict=True):
-            self._finish(table.file.path, result, [])
-        record = {"weights_sha256": sha256, "warnings": zero_warnings(scan.zero_tensors())}
-        self._staging.finish(_TABLES, record)
+        records = {
+            table.file.path: _record(result, []) for table, result in zip(source.tables, digests, strict=True)
+        }
+        summary = {"weights_sha256": sha256, "warnings": zero_warnings(scan.zero_tensors())}
+        self._staging.finish({**records, _TABLES: summary})
 
     def _write_tokenizer(self) -> None:
         if self._is_done(TOKENIZER_PATH):
@@ -241,7 +239,13 @@ class _Run:
         data = self._source.tokenizer
         with self._staging.new_file(TOKENIZER_PATH) as file:
             file.write(data)
-        self._finish(TOKENIZER_PATH, FileDigests(len(data), hashlib.sha256(data).hexdigest(), (), {}), [])
+        digests = FileDigests(len(data), hashlib.sha256(data).hexdigest(), (), {})
+        self._staging.finish({TOKENIZER_PATH: _record(digests, [])})
+
+
+def _record(digests: FileDigests, warnings: Sequence[str]) -> dict[str, object]:
+    """Ledger form of one finished file."""
+    return {**digests.to_json(), "warnings": warnings}
 
 
 def _unit_name(paths: Sequence[Path]) -> str:

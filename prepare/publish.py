@@ -1,7 +1,8 @@
 """The folder in which a prepared directory grows, and the moment it becomes visible.
 
-Files are written beside the target in `.<name>.partial`, each under a temporary name, flushed to disk and renamed; a
-ledger there records what is finished, so that a killed prepare continues. Publishing is one rename of the whole folder.
+Files are written beside the target in `.<name>.partial/model`, each under a temporary name, flushed to disk and renamed.
+The ledger beside that folder records what is finished, so that a prepare killed anywhere, even while it publishes,
+continues. Publishing is one rename of the whole folder.
 A lock beside the target keeps two prepares apart; it dies with its process.
 """
 
@@ -14,7 +15,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,7 +23,8 @@ from typing import Any, BinaryIO
 from loader.errors import ArtifactError, CapabilityError, InternalError
 from loader.manifest import MANIFEST_NAME
 
-LEDGER_NAME = ".ledger.json"
+WORK_SUFFIX = ".partial"
+LEDGER_NAME = "ledger.json"
 _TEMPORARY = ".writing"
 _RESERVE_BYTES = 8 << 20  # manifest, ledger, folder entries
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -42,7 +44,8 @@ class Staging:
 
     def __init__(self, target: Path, key: str) -> None:
         self.target = target
-        self.folder = target.parent / f".{target.name}.partial"
+        self._work = target.parent / f".{target.name}{WORK_SUFFIX}"
+        self.folder = self._work / "model"
         self._lock = threading.Lock()
         self._ledger: dict[str, Any] = self._read_ledger(key)
         self._sweep()
@@ -51,11 +54,13 @@ class Staging:
         """What `finish` recorded under this name in this run or in an interrupted one; None if nothing."""
         return self._ledger["done"].get(name)
 
-    def finish(self, name: str, record: object) -> None:
-        """Record, on disk, that `name` is done. `record` is JSON-ready. Threads may call it at the same time."""
+    def finish(self, records: Mapping[str, object]) -> None:
+        """Record, on disk and at once, that these names are done. Records are JSON-ready. Threads may call it."""
         with self._lock:
-            self._ledger["done"][name] = json.loads(json.dumps(record))
-            self._write_ledger()
+            self._ledger["done"] |= json.loads(json.dumps(records))
+            data = json.dumps(self._ledger, separators=(",", ":")).encode()
+            with self._new_file(self._work / LEDGER_NAME) as file:
+                file.write(data)
 
     @contextmanager
     def new_file(self, path: str) -> Iterator[BinaryIO]:
@@ -63,7 +68,11 @@ class Staging:
 
         Raises: CapabilityError: the disk is full (what is finished stays for the next attempt).
         """
-        final = self.folder / path
+        with self._new_file(self.folder / path) as file:
+            yield file
+
+    @contextmanager
+    def _new_file(self, final: Path) -> Iterator[BinaryIO]:
         temporary = final.with_name(final.name + _TEMPORARY)
         with _disk_full_reported(self.target):
             final.parent.mkdir(parents=True, exist_ok=True)
@@ -86,34 +95,32 @@ class Staging:
             )
 
     def publish(self) -> None:
-        """Make the folder visible under the target's name, in one step."""
-        (self.folder / LEDGER_NAME).unlink()
+        """Make the folder visible under the target's name, in one step, and clear the rest away."""
         for folder in [path for path in self.folder.rglob("*") if path.is_dir()]:
             _sync_folder(folder)
         _sync_folder(self.folder)
         if self.target.exists() and any(self.target.iterdir()):
             _exchange(self.folder, self.target)
-            shutil.rmtree(self.folder)
         else:
             self.folder.rename(self.target)
         _sync_folder(self.target.parent)
+        shutil.rmtree(self._work)
 
     def _read_ledger(self, key: str) -> dict[str, Any]:
         """The ledger of an interrupted prepare with the same inputs; anything else there is cleared away."""
         try:
-            ledger = json.loads((self.folder / LEDGER_NAME).read_bytes())
+            ledger = json.loads((self._work / LEDGER_NAME).read_bytes())
         except (OSError, ValueError):
             ledger = None
-        if isinstance(ledger, dict) and ledger.get("key") == key and isinstance(ledger.get("done"), dict):
-            return ledger
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
-        self.folder.mkdir()
+        is_ours = (
+            isinstance(ledger, dict) and ledger.get("key") == key and isinstance(ledger.get("done"), dict)
+        )
+        if is_ours and self.folder.is_dir():
+            return dict(ledger)
+        if self._work.exists():
+            shutil.rmtree(self._work)
+        self.folder.mkdir(parents=True)
         return {"key": key, "done": {}}
-
-    def _write_ledger(self) -> None:
-        with self.new_file(LEDGER_NAME) as file:
-            file.write(json.dumps(self._ledger, separators=(",", ":")).encode())
 
     def _sweep(self) -> None:
         """Remove files that no record covers, and records whose file is gone or has another size."""
@@ -125,7 +132,7 @@ class Staging:
                 del done[name]
         for path in [path for path in self.folder.rglob("*") if path.is_file()]:
             name = path.relative_to(self.folder).as_posix()
-            if name != LEDGER_NAME and name not in done:
+            if name not in done:
                 path.unlink()
 
 
