@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from loader.errors import ArtifactError
 
 if TYPE_CHECKING:
-    import numpy
     from torch import Tensor
 
     from loader.manifest import Manifest
+    from runtime.compute import Compute
     from runtime.weights import WeightSource
 
 REGISTRY: Mapping[str, str] = {"minimax_h3": "runtime.families.minimax_h3.family:MiniMaxH3"}
@@ -65,8 +65,9 @@ class Prepared:
 class Decoder(Protocol):
     """Latents of one modality to media, piece by piece."""
 
-    def units(self, latents: Latents) -> Iterator[numpy.ndarray[Any, Any]]:
-        """Video: [F, H, W, 3] uint8 frames in order. Audio: [channels, samples] float32 in [-1, 1]."""
+    def units(self, latents: Latents) -> Iterator[Any]:
+        """Video: `runtime.media.units.PictureUnit`s or [F, H, W, 3] uint8 arrays, in order. Audio: one array
+        [channels, samples] float32 in [-1, 1]."""
         ...
 
 
@@ -128,7 +129,7 @@ class Family(Protocol):
         """Import the numerical modules, so that no import is left for the first request."""
         ...
 
-    def start(self, prepared: Prepared, weights: WeightSource, device: str) -> Job: ...
+    def start(self, prepared: Prepared, weights: WeightSource, compute: Compute) -> Job: ...
 
 
 def family_for(manifest: Manifest, directory: Path, task: str = "", schedule: str = "") -> Family:

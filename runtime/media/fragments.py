@@ -52,7 +52,7 @@ class FragmentStream:
             "movflags": "empty_moov+default_base_moof+frag_discont",
             "fragment_index": str(self._sent + 1),
             "movie_timescale": str(MOVIE_TIMESCALE),
-            "min_frag_duration": str(1 << 30),
+            "avoid_negative_ts": "disabled",  # or every fragment would begin at 0
         }
         with av.open(target, "w", format="mp4", options=options) as container:
             Tracks(container, self._unit, self._sound).write(pictures, sound)

@@ -13,12 +13,13 @@ from runtime.families.minimax_h3.config import CONDITION_TIMESTEP, H3Config
 from runtime.families.minimax_h3.model.adaln import ModulationTables
 from runtime.families.minimax_h3.model.audio_vae import AudioDecoder
 from runtime.families.minimax_h3.model.conditioner import encode_prompt
-from runtime.families.minimax_h3.model.finite import OutputCheck, require_finite
+from runtime.families.minimax_h3.model.fused_block import FusedBlock
+from runtime.families.minimax_h3.model.finite import require_finite
+from runtime.families.minimax_h3.model.picture_units import DecodedUnit
 from runtime.families.minimax_h3.model.refiner import refine_text
-from runtime.families.minimax_h3.model.transformer import Transformer
+from runtime.families.minimax_h3.model.transformer import Transformer, block_forward
 from runtime.families.minimax_h3.model.video_decoder import VideoDecoder
 from runtime.families.minimax_h3.model.video_encoder import encode_keyframe
-from runtime.families.minimax_h3.model.video_vae_pixels import to_uint8
 from runtime.families.minimax_h3.model.vision import image_patches
 from runtime.families.minimax_h3.noise import Noise, NoiseMode, draw_noise, noised_keyframe
 from runtime.families.minimax_h3.packing import PackedSequence, patchify, unpack_audio, unpatchify
@@ -180,23 +181,28 @@ class DenoisingStage:
 
 
 class VideoUnits:
-    """Video latents to frames, checked and rounded to bytes on the device."""
+    """Video latents to pictures, checked and rounded to bytes on the device."""
 
     def __init__(self, given: JobInput, decoder: VideoDecoder) -> None:
         self._given = given
         self._decoder = decoder
 
     @torch.inference_mode()
-    def units(self, latents: Latents) -> Iterator[numpy.ndarray[Any, Any]]:
-        """[F, H, W, 3] uint8 per temporal unit. Raises: InternalError: latents or pixels are not finite."""
+    def units(self, latents: Latents) -> Iterator[DecodedUnit]:
+        """One per temporal unit, its pictures perhaps still being computed; checked when they arrive.
+
+        Raises: InternalError: latents are not finite; a unit's copy raises it for pixels.
+        """
+        for frames in self.frames(latents):
+            yield DecodedUnit(frames)
+
+    @torch.inference_mode()
+    def frames(self, latents: Latents) -> Iterator[Tensor]:
+        """[F, 3, H, W] float32 in [0, 1] on the device per temporal unit. Raises: InternalError: bad latents."""
         given = self._given
         require_finite(latents["video"], "video latents")
         video = unpatchify(latents["video"], given.sequence.latent_shape, given.config.transformer.patch_size)
-        check = OutputCheck("decoded video")
-        for frames in self._decoder.units(video[0]):
-            check.add(frames)
-            yield to_uint8(frames).cpu().numpy()
-        check.finish()
+        yield from self._decoder.units(video[0])
 
 
 class AudioUnits:
