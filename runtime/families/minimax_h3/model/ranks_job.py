@@ -1,0 +1,84 @@
+"""One MiniMax-H3 request on several ranks: the parts of a job that ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from runtime.families.minimax_h3.config import H3Config
+from runtime.families.minimax_h3.model.conditioner import encode_prompt, layer_forward
+from runtime.families.minimax_h3.model.job import H3Job, JobInput, JobParts
+from runtime.families.minimax_h3.model.ranks_conditioner import SummedLayer
+from runtime.families.minimax_h3.model.ranks_transformer import RanksTransformer, refine_text_on_ranks
+from runtime.families.minimax_h3.model.ranks_video import RanksVideoUnits
+from runtime.families.minimax_h3.shards import check_ranks, cuts_conditioner, gathers_hidden
+from runtime.family import Decoder, Latents
+from runtime.parallel.connect import Connection
+from runtime.weights import WeightSource
+
+if TYPE_CHECKING:
+    import numpy
+
+
+class RanksJob(H3Job):
+    """See `H3Job`. The same calls on all ranks; rank 0 gets the frames and may give the request up between them.
+
+    Args:
+        is_sharded: the weights are this rank's shards (`shards.cut_of`), not whole.
+    Raises: CapabilityError: the heads do not divide.
+    """
+
+    def __init__(
+        self, given: JobInput, weights: WeightSource, device: str, connection: Connection, is_sharded: bool
+    ) -> None:
+        ranks, control, config = connection.ranks, connection.control, given.config
+        check_ranks(config, ranks.size)
+        self._connection = connection
+        self._video: RanksVideoUnits | None = None
+        is_cut = is_sharded and cuts_conditioner(config, ranks.size)
+        encode_whole = partial(encode_prompt, layer=SummedLayer(ranks) if is_cut else layer_forward)
+
+        def encode(*arguments: Any) -> Tensor:
+            with control.section("conditioner"):
+                return encode_whole(*arguments)
+
+        def refine(config: H3Config, weights: WeightSource, prompt_embeds: Tensor) -> Tensor:
+            with control.section("refiner"):
+                return refine_text_on_ranks(config, weights, prompt_embeds, ranks)
+
+        transformer = partial(
+            RanksTransformer,
+            ranks=ranks,
+            control=control,
+            is_sharded=is_sharded and gathers_hidden(ranks.size),
+        )
+        parts = JobParts(encode, refine, transformer, self._video_units)
+        super().__init__(given, weights, device, parts)
+
+    def decoders(self) -> Mapping[str, Decoder]:
+        decoders = super().decoders()
+        assert self._video is not None, "made by the base class"
+        return {"video": self._video, "audio": _AudioBeside(decoders["audio"], self._video)}
+
+    def close(self) -> None:
+        """On rank 0, when the request is given up: bring all ranks to a border."""
+        if self._video is not None:
+            self._video.close()
+
+    def _video_units(self, given: JobInput, decoder: Any) -> RanksVideoUnits:
+        self._video = RanksVideoUnits(given, decoder, self._connection.ranks, self._connection.control)
+        return self._video
+
+
+class _AudioBeside:
+    """Audio on rank 0 while all ranks decode their first video unit."""
+
+    def __init__(self, audio: Decoder, video: RanksVideoUnits) -> None:
+        self._audio, self._video = audio, video
+
+    def units(self, latents: Latents) -> Iterator[numpy.ndarray[Any, Any]]:
+        self._video.start(latents)
+        yield from self._audio.units(latents)
