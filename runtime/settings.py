@@ -32,6 +32,10 @@ class Settings:
         reader_threads: 0: chosen from the machine.
         storage_gbps: throttle for experiments, in 10^9 bytes per second; 0: none.
         loader_path: force a rung of the loader's fallback ladder (A to E); empty: probed.
+        encoder_processes: H.264 encoders beside the worker; 0: chosen from the machine.
+        encoder_codec: `libx264`, or `h264_nvenc` where the GPU has an encoder.
+        encoder_preset: of that codec; the fastest by default, since the last unit's encoding is waited for.
+        encoder_crf: constant quality, 0 to 51, lower is better.
         cpu_threads: torch's threads on the CPU; 0: torch's own choice.
         log_level: of the JSON log on stderr.
     """
@@ -47,6 +51,10 @@ class Settings:
     reader_threads: int = 0
     storage_gbps: float = 0.0
     loader_path: str = ""
+    encoder_processes: int = 0
+    encoder_codec: str = "libx264"
+    encoder_preset: str = "ultrafast"
+    encoder_crf: int = 18
     cpu_threads: int = 0
     log_level: str = "INFO"
 
@@ -55,6 +63,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "task": ("t2va", "fl2va"),
     "verify": ("edges", "full", "auto"),
+    "encoder_codec": ("libx264", "h264_nvenc"),
     "loader_path": ("", "A", "B", "C", "D", "E"),
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
 }

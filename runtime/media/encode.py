@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 SAMPLE_RATE = 32_000
 AAC_RATES = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)
-LARGEST_UNIT = 24
-"""Frames of a unit that memory is reserved for ahead; a larger one makes the memory grow when it comes."""
 _WAIT_S = 0.5  # between two looks at failures while every slot is taken
 
 
@@ -122,7 +120,7 @@ class Mp4Writer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mux")
         try:
             self._encoders.probe(self.options)
-            self._encoders.start(slot_bytes=self._slot_bytes(min(frames, LARGEST_UNIT), "yuv420p"))
+            self._encoders.start(self.options, frames)
         except BaseException:
             self.abort()
             raise
@@ -156,6 +154,7 @@ class Mp4Writer:
         slot = self._acquire(samples.nbytes)
         np.copyto(np.frombuffer(slot.view, np.float32, samples.size).reshape(samples.shape), samples)
         encoded = self._encoders.encode_sound(slot, samples.nbytes, rate, self.audio_bit_rate)
+        self._encoding.append(encoded)
         self._has_sound = True
         self._sound.set_result(_Sound(pcm, samples.shape[1], rate, encoded))
 
@@ -175,13 +174,13 @@ class Mp4Writer:
             unit = HostUnit(unit, self.options)
         slot = self._acquire(unit.num_frames * self.options.frame_bytes(unit.layout))
         try:
-            wait = unit.copy_into(slot.view)
+            arrival = unit.copy_into(slot.view)
             self._hand_over()  # the unit before; this one is being computed meanwhile
         except BaseException:
             self._encoders.memory.release(slot)
             raise
-        self._copying = _Copy(slot, unit.num_frames, unit.layout, wait)
-        if wait is None:
+        self._copying = _Copy(slot, unit.num_frames, unit.layout, arrival)
+        if arrival is None:
             self._hand_over()
 
     def finish(self) -> Mp4Result:
@@ -210,14 +209,11 @@ class Mp4Writer:
             self._sound.cancel()
         for encoded in self._encoding:
             encoded.cancel()
+        wait(self._encoding)  # of those that run already: their slots must be free for the next clip
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._file.discard()
         if self._owned is not None:
             self._owned.close()
-
-    def _slot_bytes(self, frames: int, layout: Layout) -> int:
-        sound = 8 * round((self.expected_frames + 1) * 48_000 / self.options.fps)
-        return max(frames * self.options.frame_bytes(layout), sound)
 
     def _acquire(self, size: int) -> PictureSlot:
         """A slot of at least `size` bytes. Raises: InternalError: an earlier unit failed."""

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LARGEST_UNIT = 24
+"""Frames of a unit that memory is reserved for ahead; a larger one makes the memory grow when it comes."""
+_MOST_SAMPLES_A_SECOND = 48_000
 _READ = 1 << 20
 _REAP_S = 5.0
 _ATTEMPTS = 2  # of one task, each with another process
@@ -132,22 +135,40 @@ class EncoderPool:
         self._idle: deque[EncoderProcess] = deque()
         self._all: list[EncoderProcess] = []
         self._lock = threading.Lock()
+        self._starting = threading.RLock()
         self._threads = ThreadPoolExecutor(max(1, processes), thread_name_prefix="encoder")
         self._probed: dict[PictureOptions, Future[bytes]] = {}
         self._is_started = self._is_closed = False
 
-    def start(self, options: PictureOptions | None = None, *, slot_bytes: int = 0, pin: bool = False) -> None:
-        """Spawn what is missing, reserve memory, try the options; returns at once, failures appear where they matter.
+    def start(self, options: PictureOptions | None = None, frames: int = 0, *, pin: bool = False) -> None:
+        """Spawn what is missing and, for a request, try its options and reserve memory for its units.
+
+        Does not wait for the processes. Safe to call from several threads, and again.
 
         Args:
-            slot_bytes: most bytes of a unit, if known already.
+            frames: of the whole clip.
             pin: see `PictureMemory.resize`.
+        Raises: InternalError: no memory for the pictures.
         """
-        self._spawn()
-        if options is not None and options not in self._probed:
-            self._probed[options] = self._submit({"kind": "probe", "options": asdict(options)}, None)
-        if slot_bytes:
-            self.memory.resize(slot_bytes, self.slots, pin=pin)
+        with self._starting:
+            self._spawn()
+            if options is not None and options not in self._probed:
+                self._probed[options] = self._submit({"kind": "probe", "options": asdict(options)}, None)
+            if options is not None and frames:
+                pictures = options.frame_bytes("yuv420p") * min(frames, LARGEST_UNIT)
+                sound = 8 * round((frames + 1) * _MOST_SAMPLES_A_SECOND / options.fps)
+                self.memory.resize(max(pictures, sound), self.slots, pin=pin)
+
+    def start_ahead(self, options: PictureOptions, frames: int, pin: bool) -> None:
+        """`start`, and the imports that muxing needs, long before the first picture; failures are left to `start`."""
+        import av
+        import numpy as np
+
+        del av, np
+        try:
+            self.start(options, frames, pin=pin)
+        except InternalError as error:
+            log.warning("encoders are not ready ahead", extra={"reason": str(error)})
 
     def _spawn(self) -> None:
         if self._is_started:
@@ -196,7 +217,8 @@ class EncoderPool:
         self.close()
 
     def _submit(self, task: Mapping[str, object], slot: PictureSlot | None) -> Future[bytes]:
-        self._spawn()
+        with self._starting:
+            self._spawn()
         future = self._threads.submit(self._run, task)
         if slot is not None:
             future.add_done_callback(lambda _: self.memory.release(slot))
