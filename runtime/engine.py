@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runtime.encoders import Encoders
 from runtime.pipeline import Hooks, generate
 from runtime.timeline import Timeline
 
@@ -43,6 +44,7 @@ class Engine:
         self.family = family
         self.weights = weights
         self.device = device
+        self.encoders = Encoders(settings, self.device)
         self._is_load_recorded = False
 
     def prepare(self, body: Mapping[str, object], resolve_image: ImageResolver | None = None) -> Prepared:
@@ -77,9 +79,11 @@ class Engine:
             timeline=timeline or self.timeline,
             cancelled=cancelled or threading.Event(),
             synchronize=self.synchronize,
+            on_first_step=lambda: self.encoders.start(prepared.media),
             **{name: call for name, call in optional.items() if call is not None},
         )
-        figures = generate(self.start_job(prepared), output, hooks)
+        job = self.start_job(prepared)
+        figures = generate(job, output, hooks, self.encoders.options, self.encoders.pool)
         return {**prepared.report, **figures}
 
     def synchronize(self) -> None:
@@ -146,6 +150,7 @@ class Engine:
             )
 
     def close(self) -> None:
+        self.encoders.close()
         self.weights.close()
 
     def __enter__(self) -> Engine:
