@@ -14,6 +14,7 @@ from runtime.timeline import Timeline
 
 if TYPE_CHECKING:
     from loader.manifest import Manifest
+    from runtime.compute import Compute
     from runtime.family import Family, ImageResolver, Job, Prepared
     from runtime.settings import Settings
     from runtime.weights import WeightSet
@@ -36,14 +37,15 @@ class Engine:
         manifest: Manifest,
         family: Family,
         weights: WeightSet,
-        device: str,
+        compute: Compute,
     ) -> None:
         self.settings = settings
         self.timeline = timeline
         self.manifest = manifest
         self.family = family
         self.weights = weights
-        self.device = device
+        self.compute = compute
+        self.device = compute.device
         self.encoders = Encoders(settings, self.device)
         self._is_load_recorded = False
 
@@ -54,7 +56,7 @@ class Engine:
     def start_job(self, prepared: Prepared) -> Job:
         """A job whose weights are loaded or loading."""
         self.weights.ensure(self.manifest.orders[prepared.order])
-        return self.family.start(prepared, self.weights, self.device)
+        return self.family.start(prepared, self.weights, self.compute)
 
     def run(
         self,

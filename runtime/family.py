@@ -53,12 +53,19 @@ class MediaPlan:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A validated request with everything that can be computed without torch: tokens, pictures, packed layout."""
+    """A validated request with everything that can be computed without torch: tokens, pictures, packed layout.
+
+    Attributes:
+        order: key into the manifest's `orders`.
+        rows: rows of gathered tensors that the job will ask for, by tensor; they are fetched ahead.
+        report: what is served, JSON-ready. parts: the family's own.
+    """
 
     request: Any
     order: str
     media: MediaPlan
     report: Mapping[str, object]
+    rows: Mapping[str, Sequence[int]] = field(default_factory=dict)
     parts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -127,6 +134,10 @@ class Family(Protocol):
 
     def import_models(self) -> None:
         """Import the numerical modules, so that no import is left for the first request."""
+        ...
+
+    def warm_up(self, prepared: Prepared | None, compute: Compute) -> None:
+        """Run every kind of work of a request once, at its sizes, on weights of zeros."""
         ...
 
     def start(self, prepared: Prepared, weights: WeightSource, compute: Compute) -> Job: ...

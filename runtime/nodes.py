@@ -1,14 +1,15 @@
 """The nodes of a worker's start. Adding a component to the start means adding a node here.
 
-On the main thread: manifest → load (spawns the reader) → torch → models → warm-up. Beside it, on the request's
-thread: parse → tokens, pictures, packed layout. The conditioner and the first step follow in `runtime.pipeline`,
-behind the load, because every group is waited for where it is used.
+On the main thread: reader (spawned first: it boots while the manifest is parsed) → manifest → load → torch → models →
+compute → warm-up. Beside it, on the request's thread: parse → tokens, pictures, packed layout, embedding rows. The
+conditioner and the first step follow in `runtime.pipeline`, behind the load, because every group is waited for where it
+is used.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ from runtime.startup import Graph, Node, Results
 from runtime.timeline import Timeline
 
 if TYPE_CHECKING:
+    from loader.reader_link import ChildReader
+    from loader.stream import WeightStream
+    from runtime.compute import Compute
     from runtime.engine import Engine
     from runtime.family import Family, ImageResolver, Prepared
     from runtime.settings import Settings
@@ -33,14 +37,15 @@ def start_engine(
     """Run the startup graph; see `runtime.bootstrap.start`."""
     start = _Start(settings, timeline, body, resolve_image, on_family)
     nodes = [
+        Node("reader", start.reader),
         Node("manifest", start.manifest),
-        Node("load", start.load, needs=("manifest",), cancel=start.stop_loading),
-        Node(
-            "request", start.request, needs=("load",), thread="request"
-        ),  # its imports must not delay the reader
+        Node("load", start.load, needs=("reader", "manifest"), cancel=start.stop_loading),
+        # After `load`, so that its imports do not delay the first read.
+        Node("request", start.request, needs=("load",), thread="request"),
         Node("torch", start.torch, needs=("load",)),
         Node("models", start.models, needs=("torch",)),
-        Node("warm-up", start.warm_up, needs=("models",)),
+        Node("compute", start.compute, needs=("models",)),
+        Node("warm-up", start.warm_up, needs=("compute", "request")),
     ]
     try:
         results = Graph(nodes, timeline).run()
@@ -69,6 +74,22 @@ class _Start:
         self.directory = Path(settings.bundle)
         self.device = choose_device(settings.device)
         self.weights: WeightSet | None = None
+        self.spawned: ChildReader | None = None
+
+    def reader(self, results: Results) -> None:
+        """Spawn the reader's process; without one the loader's fallbacks decide."""
+        if not self.settings.bundle:
+            raise RequestError(
+                "no prepared directory given", where="bundle", hint="coldframe prepare makes one"
+            )
+        if self.settings.loader_path:
+            return
+        from loader.reader_link import spawn_reader
+
+        try:
+            self.spawned = spawn_reader()
+        except OSError as error:
+            self.timeline.note(reader=f"not spawned early: {error}")
 
     def manifest(self, results: Results) -> tuple[Any, Any]:
         from loader.manifest import read_manifest
@@ -98,11 +119,13 @@ class _Start:
             storage_gbps=self.settings.storage_gbps or None,
             path=self.settings.loader_path or None,
         )
-        self.weights = WeightSet(
-            lambda groups: start(
-                plan_load(manifest, groups), self.directory, device=self.device, options=options
-            )
-        )
+
+        def start_stream(groups: Sequence[str]) -> WeightStream:
+            reader, self.spawned = self.spawned, None  # the first stream takes the reader over
+            plan = plan_load(manifest, groups)
+            return start(plan, self.directory, device=self.device, options=options, reader=reader)
+
+        self.weights = WeightSet(start_stream)
         order = family.likely_order(self.body)
         self.weights.ensure(manifest.orders[order])
         self.timeline.note(order=order, device=self.device)
@@ -111,12 +134,18 @@ class _Start:
     def stop_loading(self) -> None:
         if self.weights is not None:
             self.weights.close()
+        spawned, self.spawned = self.spawned, None
+        if spawned is not None:
+            spawned.stop()
+            spawned.close()
 
     def request(self, results: Results) -> Prepared | None:
         if self.body is None:
             return None
         _, family = results["manifest"]
         prepared: Prepared = family.prepare(family.parse(self.body, self.resolve_image))
+        for tensor, rows in prepared.rows.items():
+            results["load"].fetch_rows(tensor, rows)
         return prepared
 
     def torch(self, results: Results) -> None:
@@ -130,19 +159,25 @@ class _Start:
         _, family = results["manifest"]
         family.import_models()
 
-    def warm_up(self, results: Results) -> None:
-        """Initialise libraries on dummy data so that the first step pays for nothing."""
-        if self.device == "cuda":
-            from runtime.warm_up import warm_up
+    def compute(self, results: Results) -> Compute:
+        from runtime.compute import choose_compute
 
+        manifest, _ = results["manifest"]
+        compute = choose_compute(self.device, self.directory, manifest.kernels)
+        self.timeline.note(**compute.facts)
+        return compute
+
+    def warm_up(self, results: Results) -> None:
+        """Initialise libraries on dummy data so that the first step pays for nothing; a CPU has nothing to gain."""
+        if self.device == "cuda":
             _, family = results["manifest"]
-            warm_up(family, self.timeline)
+            family.warm_up(results["request"], results["compute"])
 
     def engine(self, results: Results) -> Engine:
         from runtime.engine import Engine
 
         manifest, family = results["manifest"]
-        return Engine(self.settings, self.timeline, manifest, family, results["load"], self.device)
+        return Engine(self.settings, self.timeline, manifest, family, results["load"], results["compute"])
 
 
 def choose_device(wanted: str) -> str:

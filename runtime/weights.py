@@ -15,6 +15,7 @@ from loader.errors import InternalError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from loader.row_gather import RowRequest
     from loader.stream import WeightStream
 
 
@@ -49,6 +50,7 @@ class WeightSet:
         self._start_stream = start_stream
         self._streams: list[WeightStream] = []
         self._by_group: dict[str, WeightStream] = {}
+        self._fetched: dict[str, RowRequest] = {}
         self._lock = threading.Lock()
 
     def ensure(self, groups: Iterable[str]) -> None:
@@ -64,7 +66,14 @@ class WeightSet:
     def tensors(self, group: str) -> Mapping[str, Tensor]:
         return self._stream_of(group).tensors(group)
 
+    def fetch_rows(self, tensor: str, rows: Sequence[int]) -> None:
+        """Start gathering rows that `rows` will be asked for; the last request per tensor is kept."""
+        self._fetched[tensor] = self._streams[0].rows_async(tensor, rows)
+
     def rows(self, tensor: str, rows: Sequence[int]) -> Tensor:
+        fetched = self._fetched.pop(tensor, None)
+        if fetched is not None and fetched.rows == tuple(rows):
+            return fetched.tensor()
         return self._streams[0].rows(tensor, rows)
 
     def is_ready(self, group: str) -> bool:

@@ -19,10 +19,14 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from loader.manifest import Manifest, ScheduleRecord
+    from runtime.compute import Compute
+    from runtime.families.minimax_h3.model.job import JobInput
     from runtime.family import Job
     from runtime.weights import WeightSource
 
 TOKENIZER = "tokenizer/tokenizer.json"
+EMBEDDING_TABLE = "text_encoder_embed/model.language_model.embed_tokens.weight"
+_TYPICAL_PROMPT = "a lamp sways in the rain while somebody hums"
 
 
 class MiniMaxH3:
@@ -86,6 +90,7 @@ class MiniMaxH3:
                 request.width, request.height, request.num_frames, FPS, config.audio_vae.sampling_rate
             ),
             report={**request.report(), "keyframe_transforms": [frame.transform for frame in fitted]},
+            rows={EMBEDDING_TABLE: sorted(set(tokens.ids))},
             parts={
                 "tokens": tokens,
                 "sequence": sequence,
@@ -97,13 +102,29 @@ class MiniMaxH3:
 
     def import_models(self) -> None:
         """Import the numerical modules (and torch, if nobody has)."""
-        import runtime.families.minimax_h3.model.job  # noqa: F401 (the import is the work)
+        import runtime.families.minimax_h3.model.parts  # noqa: F401 (the import is the work)
 
-    def start(self, prepared: Prepared, weights: WeightSource, device: str) -> Job:
-        from runtime.families.minimax_h3.model.job import H3Job, JobInput
+    def warm_up(self, prepared: Prepared | None, compute: Compute) -> None:
+        from runtime.families.minimax_h3.model.warm_up import run_on_zeros
+
+        if prepared is None:
+            task = self._default_order.partition("/")[0]
+            body: dict[str, object] = {"prompt": _TYPICAL_PROMPT, "seed": 0}
+            prepared = self.prepare(self.parse(body)) if task == "t2va" else None
+        if prepared is not None:
+            run_on_zeros(self._job_input(prepared), self._manifest, compute)
+
+    def start(self, prepared: Prepared, weights: WeightSource, compute: Compute) -> Job:
+        from runtime.families.minimax_h3.model.job import H3Job
+        from runtime.families.minimax_h3.model.parts import one_rank
+
+        return H3Job(self._job_input(prepared), weights, compute.device, one_rank(compute))
+
+    def _job_input(self, prepared: Prepared) -> JobInput:
+        from runtime.families.minimax_h3.model.job import JobInput
 
         request: H3Request = prepared.request
-        given = JobInput(
+        return JobInput(
             config=self.capabilities.config,
             media=prepared.media,
             schedule=request.schedule,
@@ -111,7 +132,6 @@ class MiniMaxH3:
             noise_mode=request.noise,
             **prepared.parts,
         )
-        return H3Job(given, weights, device)
 
     def _order_of(self, task: str, schedule: str) -> str:
         if not schedule:

@@ -13,11 +13,10 @@ from runtime.families.minimax_h3.config import CONDITION_TIMESTEP, H3Config
 from runtime.families.minimax_h3.model.adaln import ModulationTables
 from runtime.families.minimax_h3.model.audio_vae import AudioDecoder
 from runtime.families.minimax_h3.model.conditioner import encode_prompt
-from runtime.families.minimax_h3.model.fused_block import FusedBlock
 from runtime.families.minimax_h3.model.finite import require_finite
 from runtime.families.minimax_h3.model.picture_units import DecodedUnit
 from runtime.families.minimax_h3.model.refiner import refine_text
-from runtime.families.minimax_h3.model.transformer import Transformer, block_forward
+from runtime.families.minimax_h3.model.transformer import Transformer
 from runtime.families.minimax_h3.model.video_decoder import VideoDecoder
 from runtime.families.minimax_h3.model.video_encoder import encode_keyframe
 from runtime.families.minimax_h3.model.vision import image_patches

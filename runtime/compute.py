@@ -1,0 +1,64 @@
+"""What numerical code runs on: the device, its attention backends and its fused operators. No torch at the top."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kernels.ops import Operators
+    from runtime.ops.attention import Attention
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Chosen once per start, handed to every job.
+
+    Attributes:
+        device: `cpu` or `cuda`.
+        attention: for the denoiser's long sequences.
+        short_attention: for the conditioner and the refiner, whose length differs with every prompt: a backend
+            without a plan per length.
+        operators: fused operators; None runs the eager composition, which is the reference.
+        facts: what was chosen and why, for the timeline.
+    """
+
+    device: str
+    attention: Attention
+    short_attention: Attention
+    operators: Operators | None = None
+    facts: dict[str, object] = field(default_factory=dict)
+
+
+def choose_compute(device: str, directory: Path, kernels: Sequence[Mapping[str, object]]) -> Compute:
+    """Backends of this device; needs torch.
+
+    Args:
+        directory: prepared directory. kernels: the manifest's list, of any architectures.
+    Raises: ArtifactError: a kernel file is not what the manifest says.
+    """
+    import torch
+
+    from runtime.ops.attention import attention
+
+    if device != "cuda":
+        return Compute(device, attention, attention)
+    from kernels.attention import AttentionChoice, DenseAttention, choose_backend
+    from kernels.cubin import open_kernels
+    from kernels.ops import Operators
+
+    kernel_set = open_kernels(directory / "kernels", kernels, torch.cuda.get_device_capability())
+    torch.cuda.current_stream()  # binding needs the context
+    kernel_set.bind()
+    choice = choose_backend(torch.device(device), torch.bfloat16)
+    short = AttentionChoice("flash", "no plan per length", rest=("efficient", "math"))
+    found = f"{len(kernel_set)} precompiled for {kernel_set.architecture}"
+    return Compute(
+        device,
+        DenseAttention(choice),
+        DenseAttention(short),
+        Operators(kernel_set),
+        {"attention": f"{choice.backend}: {choice.reason}", "operators": kernel_set.note or found},
+    )
