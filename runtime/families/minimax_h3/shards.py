@@ -10,19 +10,15 @@ Everything else is shared: norms, output projections, the DiT's feed-forward and
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from loader.errors import CapabilityError
-from loader.manifest import Manifest
 from runtime.families.minimax_h3.config import H3Config
 from runtime.parallel.split import split_evenly
 
 GATHERED_BELOW = 8
 """Ranks from which gathering hidden rows moves more than exchanging projected heads."""
-
-_SHARD_ORDER = re.compile(r"(?P<order>.+)/rank-(?P<rank>\d+)-of-(?P<size>\d+)")
 
 
 @dataclass(frozen=True)
@@ -91,45 +87,3 @@ def _head_rows(own: Sequence[range], heads: Sequence[int], width: int) -> tuple[
         range((start + part.start) * width, (start + part.stop) * width)
         for start, part in zip(starts, own, strict=True)
     )
-
-
-def shard_name(rank: int, size: int) -> str:
-    return f"rank-{rank}-of-{size}"
-
-
-def shard_group(group: str, rank: int, size: int) -> str:
-    """`transformer/blocks.0` -> `transformer/rank-0-of-2/blocks.0`."""
-    component, _, name = group.partition("/")
-    return f"{component}/{shard_name(rank, size)}/{name}"
-
-
-def prepared_ranks(orders: Mapping[str, object]) -> tuple[int, ...]:
-    """Numbers of ranks that a prepared directory has shards for, ascending."""
-    found = (_SHARD_ORDER.fullmatch(order) for order in orders)
-    return tuple(sorted({int(match["size"]) for match in found if match}))
-
-
-def rank_manifest(manifest: Manifest, rank: int, size: int) -> Manifest:
-    """The manifest as one rank sees it: its orders under the plain names.
-
-    A directory without any shards serves every number of ranks: each rank loads everything.
-    Raises: CapabilityError: there are shards, but not for this many ranks.
-    """
-    sizes = prepared_ranks(manifest.orders)
-    if not sizes:
-        return manifest
-    if size not in sizes:
-        raise CapabilityError(
-            "not prepared for this number of ranks",
-            where="manifest.json: orders",
-            found=size,
-            expected=sizes,
-            hint=f"coldframe prepare --ranks {size}",
-        )
-    suffix = f"/{shard_name(rank, size)}"
-    orders = {
-        order.removesuffix(suffix): groups
-        for order, groups in manifest.orders.items()
-        if order.endswith(suffix)
-    }
-    return replace(manifest, orders=orders)

@@ -1,10 +1,10 @@
-"""Video latents to frames on all ranks."""
+"""Video latents to pictures on all ranks; rank 0 hands them to its encoders."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from loader.errors import InternalError
 from runtime.families.minimax_h3.model.finite import require_finite
 from runtime.families.minimax_h3.model.job import JobInput
 from runtime.families.minimax_h3.model.video_decoder import VideoDecoder
-from runtime.families.minimax_h3.model.video_vae_pixels import to_uint8
+from runtime.families.minimax_h3.model.video_vae_pixels import to_yuv420
 from runtime.families.minimax_h3.packing import unpatchify
 from runtime.family import Latents
 from runtime.parallel.control import Control
@@ -21,11 +21,31 @@ from runtime.parallel.ranks import Ranks, gather_parts
 from runtime.parallel.units import UnitRelay
 
 if TYPE_CHECKING:
-    import numpy
+    from runtime.media.unit_encoder import Layout
+
+
+class ArrivedUnit:
+    """A `runtime.media.units.PictureUnit` of pixels that are on rank 0's device. pixels: [F, 3/2 H W] uint8."""
+
+    layout: Layout = "yuv420p"
+
+    def __init__(self, pixels: Tensor) -> None:
+        self.num_frames = len(pixels)
+        self._pixels = pixels
+
+    def copy_into(self, target: memoryview) -> Callable[[], None] | None:
+        """Queued behind the work of the device's stream."""
+        host = torch.frombuffer(target, dtype=torch.uint8, count=self._pixels.numel())
+        host.copy_(self._pixels.flatten(), non_blocking=True)
+        if self._pixels.device.type == "cpu":
+            return None
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record(torch.cuda.current_stream(self._pixels.device))
+        return arrived.synchronize
 
 
 class RanksVideoUnits:
-    """`job.VideoUnits` over several ranks: rank 0 gets all frames, the others none. One video."""
+    """`job.VideoUnits` over several ranks: rank 0 gets all units, the others none. One video."""
 
     def __init__(self, given: JobInput, decoder: VideoDecoder, ranks: Ranks, control: Control) -> None:
         self._given, self._decoder = given, decoder
@@ -34,7 +54,7 @@ class RanksVideoUnits:
 
     @torch.inference_mode()
     def start(self, latents: Latents) -> None:
-        """On rank 0: let all ranks decode their first unit; they do while this rank does something else."""
+        """Let all ranks decode their first unit; they do while rank 0 does something else."""
         require_finite(latents["video"], "video latents")
         given = self._given
         video = unpatchify(latents["video"], given.sequence.latent_shape, given.config.transformer.patch_size)
@@ -44,22 +64,23 @@ class RanksVideoUnits:
             next(self._open)
 
     @torch.inference_mode()
-    def units(self, latents: Latents) -> Iterator[numpy.ndarray[Any, Any]]:
-        """[F, H, W, 3] uint8 per temporal unit, in order. Raises: Cancelled; InternalError: latents or pixels are not
-        finite (on all ranks, when the last unit is decoded)."""
+    def units(self, latents: Latents) -> Iterator[ArrivedUnit]:
+        """One per temporal unit, in order. Raises: Cancelled; InternalError: latents or, after the last unit and on all
+        ranks, pixels are not finite."""
         if self._open is None:
             self.start(latents)
         assert self._open is not None, "start has just made it"
-        for frames in self._open:
-            assert frames is not None, "the first value was taken by start"
-            yield frames.cpu().numpy()
+        for pixels in self._open:
+            assert pixels is not None, "the first value was taken by start"
+            yield ArrivedUnit(pixels)
         with self._control.section("check of the pixels"):
             low, high = self._units.bounds(self._ranks)
-        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        if not (math.isfinite(low) and math.isfinite(high)):
             raise InternalError(
-                "output is constant or not finite",
+                "non-finite output",
                 where="decoded video",
                 found=f"values from {low} to {high}",
+                expected="finite values",
             )
 
     def close(self) -> None:
@@ -69,7 +90,7 @@ class RanksVideoUnits:
 
 
 class _Units:
-    """`parallel.units.UnitDecoder` of one video; keeps the range of its pixels."""
+    """`parallel.units.UnitDecoder` of one video, to bytes as the encoders want them; keeps the range of its pixels."""
 
     def __init__(self, decoder: VideoDecoder, latents: Tensor) -> None:
         self.device = decoder.device
@@ -89,13 +110,12 @@ class _Units:
         frames = self._decoder.join(head, before, tail, unit, self._plan)
         low, high = torch.aminmax(frames)  # NaN propagates to both
         self._low, self._high = torch.minimum(self._low, low), torch.maximum(self._high, high)
-        return to_uint8(frames)
+        return to_yuv420(frames)
 
     def frames_shape(self, unit: int) -> tuple[int, ...]:
         plan, ratio = self._plan, self._decoder.config.spatial_ratio
-        is_last = unit == plan.units - 1
-        frames = plan.clip_frames + (plan.fade - plan.surplus if is_last else 0)
-        return (frames, self._latents.shape[2] * ratio, self._latents.shape[3] * ratio, 3)
+        frames = plan.clip_frames + (plan.fade - plan.surplus if unit == plan.units - 1 else 0)
+        return (frames, self._latents.shape[2] * ratio * self._latents.shape[3] * ratio * 3 // 2)
 
     def bounds(self, ranks: Ranks) -> tuple[float, float]:
         """Least and greatest value of all ranks' frames; NaN if there is one."""
