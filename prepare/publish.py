@@ -25,6 +25,7 @@ from loader.manifest import MANIFEST_NAME
 
 WORK_SUFFIX = ".partial"
 LEDGER_NAME = "ledger.json"
+GROWING = "model"
 _TEMPORARY = ".writing"
 _RESERVE_BYTES = 8 << 20  # manifest, ledger, folder entries
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -45,7 +46,7 @@ class Staging:
     def __init__(self, target: Path, key: str) -> None:
         self.target = target
         self._work = target.parent / f".{target.name}{WORK_SUFFIX}"
-        self.folder = self._work / "model"
+        self.folder = self._work / GROWING
         self._lock = threading.Lock()
         self._ledger: dict[str, Any] = self._read_ledger(key)
         self._sweep()
@@ -147,6 +148,9 @@ def open_staging(target: Path, key: str, *, replace: bool) -> Iterator[Staging]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with _target_lock(target):
+        work = target.parent / f".{target.name}{WORK_SUFFIX}"
+        if work.is_dir() and not (work / GROWING).is_dir():
+            shutil.rmtree(work)  # killed between publishing and clearing away
         _check_target(target, replace=replace)
         yield Staging(target, key)
 
