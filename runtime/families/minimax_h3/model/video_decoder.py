@@ -14,6 +14,7 @@ from torch import Tensor
 
 from loader.errors import InternalError
 from runtime.families.minimax_h3.config import VideoVAEConfig
+from runtime.families.minimax_h3.model.decoder_memory import fitting_tiles, free_memory
 from runtime.families.minimax_h3.model.tiling import (
     RELEASED_TILES,
     TileGeometry,
@@ -24,6 +25,7 @@ from runtime.families.minimax_h3.model.tiling import (
 )
 from runtime.families.minimax_h3.model.video_decoder_network import DecoderNetwork, Precision
 from runtime.families.minimax_h3.model.video_vae_pixels import denormalize
+from runtime.ops.decoder import EAGER, DecoderOperators
 from runtime.weights import WeightSource
 
 log = logging.getLogger(__name__)
@@ -33,9 +35,11 @@ class VideoDecoder:
     """Decoder of one prepared directory.
 
     Args:
-        precision: recipe of the network, see `video_decoder_network`.
-        tile_batch: most tiles per forward; all tiles of a 1344x768 canvas by default. It changes rounding only. Halved
-            for good, with a warning, when the device runs out of memory.
+        precision: recipe of the network, see `video_decoder_network`; None: that of the published fast path on CUDA,
+            float32 elsewhere.
+        tile_batch: most tiles per forward; it changes rounding only. None: all tiles of a unit if they fit into the
+            memory that is free at a video's first unit, else as many as do. Halved for good, with a warning, when the
+            device runs out of memory all the same.
         tiles: tile geometry; leave the default except in tests (C68).
     """
 
@@ -45,17 +49,19 @@ class VideoDecoder:
         weights: WeightSource,
         device: torch.device | str,
         *,
-        precision: Precision = "fp32",
-        tile_batch: int = 28,
+        precision: Precision | None = None,
+        tile_batch: int | None = None,
         tiles: TileGeometry = RELEASED_TILES,
+        operators: DecoderOperators = EAGER,
     ) -> None:
-        if tile_batch < 1:
+        if tile_batch is not None and tile_batch < 1:
             raise InternalError("no tiles per forward", where="video decoder: tile_batch", found=tile_batch)
         self.config = config
         self.device = torch.device(device)
         self.tile_batch = tile_batch
         self.tiles = tiles
-        self._network = DecoderNetwork(config, weights, self.device, precision)
+        self.precision = precision or ("fp16_linears" if self.device.type == "cuda" else "fp32")
+        self._network = DecoderNetwork(config, weights, self.device, self.precision, operators)
         self._mean, self._std = (
             torch.tensor(values, device=self.device).view(-1, 1, 1, 1)
             for values in (config.latents_mean, config.latents_std)
@@ -118,27 +124,35 @@ class VideoDecoder:
         window = frames * self._std + self._mean  # [C, 7, h, w]
         ratio = self.config.spatial_ratio
         canvas = TilePlan.of_canvas(window.shape[2] * ratio, window.shape[3] * ratio, ratio, self.tiles)
-        pixels = self._decode_tiles(torch.stack(canvas.divided(ratio).cut(window)))
+        tiles = torch.stack(canvas.divided(ratio).cut(window))
+        if self.tile_batch is None:
+            self.tile_batch = self._fitting_tiles(tiles, canvas)
+        pixels = self._decode_tiles(tiles, self.tile_batch)
         head = stitch([tile[:, plan.head] for tile in pixels], canvas)
         tail = stitch([tile[:, plan.tail] for tile in pixels], canvas)
         return head, tail
 
-    def _decode_tiles(self, tiles: Tensor) -> list[Tensor]:
+    def _fitting_tiles(self, tiles: Tensor, canvas: TilePlan) -> int:
+        free = free_memory(self.device)
+        if free is None:
+            return len(tiles)
+        grid = (tiles.shape[2], tiles.shape[3], tiles.shape[4])
+        size = (canvas.rows.length, canvas.cols.length)
+        compute_bytes = self._network.compute_dtype.itemsize
+        return fitting_tiles(self.config, grid, compute_bytes, len(tiles), size, free)
+
+    def _decode_tiles(self, tiles: Tensor, batch: int) -> list[Tensor]:
         """[tiles, C, 7, h, w] → [3, 28, H, W] each."""
         while True:
             try:
-                return [
-                    tile
-                    for batch in torch.split(tiles, self.tile_batch)
-                    for tile in self._network.forward(batch)
-                ]
+                return [tile for part in torch.split(tiles, batch) for tile in self._network.forward(part)]
             except torch.OutOfMemoryError as error:
-                if self.tile_batch == 1:
+                if batch == 1:
                     raise InternalError(
                         "out of memory with one tile per forward",
                         where="video decoder",
                         hint="the latents are intact; free memory on the device and decode them again",
                     ) from error
             # Outside the handler: the error's traceback keeps the failed forward's tensors alive.
-            self.tile_batch = max(1, min(self.tile_batch, len(tiles)) // 2)
-            log.warning("video decoder out of memory, smaller batch", extra={"tile_batch": self.tile_batch})
+            batch = self.tile_batch = max(1, min(batch, len(tiles)) // 2)
+            log.warning("video decoder out of memory, smaller batch", extra={"tile_batch": batch})

@@ -24,6 +24,7 @@ from torch import Tensor
 from loader.errors import InternalError
 from runtime.families.minimax_h3.config import VideoVAEConfig
 from runtime.families.minimax_h3.model.exact_convolution import exact_convolutions
+from runtime.ops.decoder import EAGER, DecoderOperators
 from runtime.weights import WeightSource
 
 Precision = Literal["fp32", "fp16_linears"]
@@ -43,6 +44,7 @@ class DecoderNetwork:
         weights: WeightSource,
         device: torch.device,
         precision: Precision = "fp32",
+        operators: DecoderOperators = EAGER,
     ) -> None:
         if precision not in COMPUTE_DTYPES:
             raise InternalError(
@@ -55,6 +57,7 @@ class DecoderNetwork:
         self.device = device
         self.compute_dtype = COMPUTE_DTYPES[precision]
         self._source = weights
+        self._operators = operators
         self._groups: dict[str, dict[str, Tensor]] = {}
         self._rotations: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
@@ -62,8 +65,11 @@ class DecoderNetwork:
         """[B, C, T, h, w] float32, denormalised → [B, 3, 4T, 16h, 16w] float32, ImageNet-normalised."""
         rotation = self._rotation(latents.shape[2:])
         hidden, num_patches = self._embed(latents), latents.shape[2:].numel()
+        weight = self._block_weights(0)[f"{_block_name(0)}.norm1.weight"]
+        normed = F.rms_norm(hidden, hidden.shape[-1:], weight, self.config.decoder_norm_eps)
+        normed = normed.to(self.compute_dtype)
         for index in range(self.config.decoder_num_layers):
-            hidden = self._block(hidden, index, rotation)
+            hidden, normed = self._block(hidden, normed, index, rotation)
         return self._project_out(hidden, num_patches, latents.shape[2:])
 
     def _embed(self, latents: Tensor) -> Tensor:
@@ -78,30 +84,29 @@ class DecoderNetwork:
         registers = weights["decoder.register_tokens"].expand(batch, -1, -1)
         return torch.cat([tokens, registers, tokens.new_zeros(batch, 1, width)], dim=1)
 
-    def _block(self, hidden: Tensor, index: int, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """[B, N, D] float32 → the same."""
-        weights = self._weights(f"decoder.blocks.{index}", _LINEARS)
-        prefix, eps = f"decoder.transformer_blocks.{index}", self.config.decoder_norm_eps
-        normed = F.rms_norm(hidden, hidden.shape[-1:], weights[f"{prefix}.norm1.weight"], eps)
-        attended = self._attention(normed.to(self.compute_dtype), weights, f"{prefix}.attn", rotation)
-        hidden = hidden + attended * weights[f"{prefix}.scale1"]
-        normed = F.rms_norm(hidden, hidden.shape[-1:], weights[f"{prefix}.norm2.weight"], eps)
-        inner = _linear(normed.to(self.compute_dtype), weights, f"{prefix}.ff.net.0.proj")
-        up, gate = inner.chunk(2, dim=-1)
-        return (
-            hidden + _linear(up * F.silu(gate), weights, f"{prefix}.ff.net.2") * weights[f"{prefix}.scale2"]
-        )
+    def _block(
+        self, hidden: Tensor, normed: Tensor, index: int, rotation: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """[B, N, D] float32 and its first norm, compute dtype → the same for the next block; after the last block the
+        norm is of no use."""
+        weights, prefix, eps = self._block_weights(index), _block_name(index), self.config.decoder_norm_eps
+        attended = self._attention(normed, weights, f"{prefix}.attn", rotation)
+        scale, weight = weights[f"{prefix}.scale1"], weights[f"{prefix}.norm2.weight"]
+        hidden, normed = self._operators.residual_norm(hidden, attended, scale, weight, eps)
+        inner = self._operators.swiglu(_linear(normed, weights, f"{prefix}.ff.net.0.proj"))
+        update, scale = _linear(inner, weights, f"{prefix}.ff.net.2"), weights[f"{prefix}.scale2"]
+        if index + 1 == self.config.decoder_num_layers:
+            return hidden + update * scale, normed
+        weight = self._block_weights(index + 1)[f"{_block_name(index + 1)}.norm1.weight"]
+        return self._operators.residual_norm(hidden, update, scale, weight, eps)
 
     def _attention(
         self, x: Tensor, weights: Mapping[str, Tensor], prefix: str, rotation: tuple[Tensor, Tensor]
     ) -> Tensor:
         """[B, N, D] → [B, N, D], compute dtype. Queries and keys stay float32 through norm and rotation."""
         heads, eps = self.config.decoder_num_attention_heads, self.config.decoder_norm_eps
-        batch, tokens, _ = x.shape
-        qkv = _linear(x, weights, f"{prefix}.to_qkv").view(batch, tokens, 3, heads, -1)
-        q, k, v = qkv.unbind(2)  # each [B, N, H, K]
-        q, k = (_rotate(F.rms_norm(y.float(), y.shape[-1:], None, eps), rotation).to(x.dtype) for y in (q, k))
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        qkv = _linear(x, weights, f"{prefix}.to_qkv")
+        q, k, v = (y.transpose(1, 2) for y in self._operators.rotated_qkv(qkv, *rotation, heads, eps))
         out = F.scaled_dot_product_attention(q, k, v)
         return _linear(out.transpose(1, 2).flatten(2), weights, f"{prefix}.to_out.0")
 
@@ -123,6 +128,9 @@ class DecoderNetwork:
             cos, sin = rotation_tables(self.config, key)
             self._rotations[key] = (cos.to(self.device), sin.to(self.device))
         return self._rotations[key]
+
+    def _block_weights(self, index: int) -> dict[str, Tensor]:
+        return self._weights(f"decoder.blocks.{index}", _LINEARS)
 
     def _weights(self, group: str, computed: tuple[str, ...]) -> dict[str, Tensor]:
         """Tensors of `vae/<group>`; names containing one of `computed` in the compute dtype, all others float32.
@@ -156,12 +164,8 @@ def rotation_tables(config: VideoVAEConfig, grid: tuple[int, int, int]) -> tuple
     return angles.cos(), angles.sin()
 
 
-def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the leading channels of every head of [B, N, H, K] float32; channel j pairs with j + R/2."""
-    cos, sin = rotation
-    rotated, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = rotated.chunk(2, dim=-1)
-    return torch.cat([rotated * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
+def _block_name(index: int) -> str:
+    return f"decoder.transformer_blocks.{index}"
 
 
 def _linear(x: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
