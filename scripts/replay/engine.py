@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
 from itertools import chain, repeat
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -82,39 +83,41 @@ def bound_pool(
     peak = 0
     index = 0
     for t, g, delay in zip(arrivals, durations, delays):  # noqa: B905 - Numba knows no `strict`
-        while len(busy) > 0 and busy[0] <= t:
+        while busy and busy[0] <= t:
             idle.append(heappop(busy))
-        while head < len(idle) and idle[head] + retention < t:
+        count = len(idle)
+        while head < count and idle[head] + retention < t:
             idle_s += retention
             if record:
                 begins.append(idle[head])
                 ends.append(idle[head] + retention)
             head += 1
-        if head < len(idle):
+        if head < count:
             if newest:
                 free = idle.pop()
             else:
                 free = idle[head]
                 head += 1
+                if head > 4096 and head * 2 > count:
+                    idle = idle[head:]
+                    head = 0
             idle_s += t - free
             if record:
                 begins.append(free)
                 ends.append(t)
             heappush(busy, t + g)
         else:
-            idle.clear()
-            head = 0
+            if head > 4096:  # all of them expired
+                idle.clear()
+                head = 0
             cold[index] = 1
             starts += 1
             heappush(busy, t + delay + g)
             if len(busy) > peak:
                 peak = len(busy)
-        if head > 4096 and head * 2 > len(idle):
-            idle = idle[head:]
-            head = 0
         index += 1  # noqa: SIM113 - enumerate over zip is slower compiled
     left = idle[head:]
-    while len(busy) > 0:
+    while busy:
         left.append(heappop(busy))
     return idle_s, starts, peak, left, begins, ends
 
@@ -205,9 +208,6 @@ def shared_pool(
                 ends.append(t)
             heappush(busy, t + g)
         else:
-            idle.clear()
-            fresh.clear()
-            head = 0
             if served == len(queue_t):
                 queue_t.clear()
                 queue_g.clear()
@@ -280,10 +280,53 @@ def clairvoyant_pool(arrivals: Floats, durations: Floats, delays: Floats, limit:
     return math.fsum(ends) - math.fsum(begins), starts, peak, [], begins, ends
 
 
+def push_wide(heap: Any, value: float) -> None:
+    """Adds a value to a heap in which each node has four children."""
+    heap.append(value)
+    at = len(heap) - 1
+    while at > 0:
+        parent = (at - 1) >> 2
+        if not value < heap[parent]:
+            break
+        heap[at] = heap[parent]
+        at = parent
+    heap[at] = value
+
+
+def pop_wide(heap: Any) -> Any:
+    """Takes the smallest value off such a heap."""
+    last = heap.pop()
+    count = len(heap)
+    if count == 0:
+        return last
+    top = heap[0]
+    at, child = 0, 1
+    while child < count:
+        best, smallest = child, heap[child]
+        for other in range(child + 1, min(child + 4, count)):
+            if heap[other] < smallest:
+                best, smallest = other, heap[other]
+        if not smallest < last:
+            break
+        heap[at] = smallest
+        at = best
+        child = 4 * at + 1
+    heap[at] = last
+    return top
+
+
 @cache
 def _compiled(name: str) -> Any:
+    """A loop compiled, with `heappush` and `heappop` replaced by heaps of four children: fewer cache misses.
+
+    Both heaps return the same values in the same order, so results stay equal to the bit.
+    """
     numba = require("numba", "the compiled engine")
-    return numba.njit(cache=True)(globals()[name])
+    push, pop = numba.njit(cache=True)(push_wide), numba.njit(cache=True)(pop_wide)
+    body = globals()[name]
+    return numba.njit(cache=True)(
+        FunctionType(body.__code__, {**globals(), "heappush": push, "heappop": pop}, name)
+    )
 
 
 def choose_engine(engine: str, rows: int) -> str:

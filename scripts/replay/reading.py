@@ -157,9 +157,11 @@ def _arrow_columns(data: bytes, header: list[str], names: list[str], delimiter: 
         return None
     found: list[Any] = [np.asarray(table[name].to_numpy()) for name in names[:2]]
     for name in names[2:]:
-        coded = table[name].combine_chunks().unify_dictionaries() if table.num_rows else table[name]
-        chunk = coded.chunk(0) if hasattr(coded, "chunk") else coded
-        found.append((np.asarray(chunk.indices), tuple(str(text) for text in chunk.dictionary.to_pylist())))
+        coded = table[name].unify_dictionaries().combine_chunks()
+        labels = [str(text) for text in coded.dictionary.to_pylist()]
+        if any(text != text.strip() for text in labels):
+            return None
+        found.append((np.asarray(coded.indices), tuple(labels)))
     return found
 
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scripts.replay import engine
 from scripts.replay.arithmetic import erlang_c
@@ -221,3 +223,17 @@ def test_endless_retention_starts_the_peak_concurrency() -> None:
         outcome = simulate(trace, Constant(9.0), parse_plan("fixed:inf"))
         begin = trace.arrivals
         assert outcome.starts == most_at_once(np.array([begin, begin + outcome.waits + trace.durations]))
+
+
+@given(operations=st.lists(st.one_of(st.none(), st.integers(0, 20)), max_size=200))
+def test_wide_heap_pops_in_order(operations: list[int | None]) -> None:
+    heap: list[float] = []
+    model: list[float] = []
+    for value in operations:
+        if value is not None:
+            engine.push_wide(heap, float(value))
+            model.append(float(value))
+        elif model:
+            model.sort()
+            assert engine.pop_wide(heap) == model.pop(0)
+    assert sorted(heap) == sorted(model)

@@ -92,7 +92,7 @@ def test_level_policy_finds_that_long_gaps_are_not_worth_keeping() -> None:
     assert outcome.cold.all()
 
 
-def test_level_policy_keeps_what_break_even_drops() -> None:
+def test_level_policy_keeps_through_gaps_cheaper_than_a_start() -> None:
     outcome = simulate(regular(13.0), Constant(7.2), parse_plan("level:1"))
     assert outcome.starts == 1
 
