@@ -18,6 +18,7 @@ from runtime.startup import Graph, Node, Results
 from runtime.timeline import Timeline
 
 if TYPE_CHECKING:
+    from loader.manifest import Manifest
     from loader.reader_link import ChildReader
     from loader.stream import WeightStream
     from runtime.compute import Compute
@@ -128,7 +129,8 @@ class _Start:
         self.weights = WeightSet(start_stream)
         order = family.likely_order(self.body)
         self.weights.ensure(manifest.orders[order])
-        self.timeline.note(order=order, device=self.device)
+        entry = _entry_bytes(manifest, manifest.orders[order])
+        self.timeline.note(order=order, device=self.device, entry_bytes=entry)
         return self.weights
 
     def stop_loading(self) -> None:
@@ -178,6 +180,15 @@ class _Start:
 
         manifest, family = results["manifest"]
         return Engine(self.settings, self.timeline, manifest, family, results["load"], results["compute"])
+
+
+def _entry_bytes(manifest: Manifest, order: Sequence[str]) -> int:
+    """Bytes of the groups that come before the first entry into the denoiser's blocks."""
+    groups = [manifest.groups[name] for name in order]
+    first_block = next(
+        (i for i, group in enumerate(groups) if group.name.startswith("transformer/blocks.")), 0
+    )
+    return sum(group.end - group.start for group in groups[:first_block])
 
 
 def choose_device(wanted: str) -> str:

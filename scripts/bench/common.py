@@ -79,11 +79,14 @@ def _module_name() -> str:
 
 
 def commit() -> str:
-    """Current commit, with `+changes` if tracked files differ from it; "unknown" outside a repository."""
+    """Current commit, with `+changes` if tracked files differ from it.
+
+    Outside a repository: what the variable BENCH_COMMIT says (for machines that get a copy), or "unknown".
+    """
     root = Path(__file__).parents[2]
     found = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
     if not found:
-        return "unknown"
+        return os.environ.get("BENCH_COMMIT", "unknown")
     changed = _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
     return found + ("+changes" if changed else "")
 
