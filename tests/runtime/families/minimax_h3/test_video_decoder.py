@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from loader.errors import InternalError
 from runtime.families.minimax_h3.model.tiling import RELEASED_TILES, TileGeometry
 from runtime.families.minimax_h3.model.video_vae import VideoDecoder, to_uint8
 from tests.fakes.h3_vae import video_oracle, video_parts
+from tests.fakes.peak_bytes import PeakBytes
 from tests.fakes.weights import DictWeights
 
 SMALL = TileGeometry(size=64, min_overlap=16)
@@ -215,34 +215,12 @@ def test_outputs_need_no_grad() -> None:
     assert torch.is_grad_enabled()  # nothing leaked out of the generator
 
 
-class _PeakBytes(TorchDispatchMode):
-    """Most bytes alive at once in storages that operators returned while this is active."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive = self.peak = 0
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage()) not in self._seen:
-                self._seen.add(storage)
-                self.alive += storage.nbytes()
-                weakref.finalize(storage, self._free, storage.nbytes())
-        self.peak = max(self.peak, self.alive)
-        return result
-
-    def _free(self, size: int) -> None:
-        self.alive -= size
-
-
 def _peak_of_decode(num_latents: int) -> int:
     config, weights = video_parts(_oracle(9))
     decoder = VideoDecoder(config, weights, "cpu", tiles=SMALL)
     latents = torch.randn(4, num_latents, 5, 6)
     next(decoder.units(latents))  # tables and weights are there already
-    with _PeakBytes() as memory:
+    with PeakBytes() as memory:
         for _ in decoder.units(latents):
             pass
     return memory.peak
