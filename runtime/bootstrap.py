@@ -33,14 +33,21 @@ def start(
         resolve_image: fetches pictures that the request names (None: only data URIs are accepted).
         origin_ns: t = 0 of the timeline; this module's first statement if None.
         on_family: called as soon as the manifest is read, so that requests can be validated during the load.
-    Returns: the engine, and the first request, ready to be passed to `Engine.run`.
+    Returns: the engine, and the first request, ready to be passed to `Engine.run`. Where a launcher started several
+        ranks, on rank 0 only: the others serve it and then leave the process.
     Raises: WorkerError: the first cause of whatever failed; nothing is left running.
     """
     from runtime.nodes import start_engine
+    from runtime.parallel.environment import rank_environment
     from runtime.timeline import Timeline, process_start_ns
 
     timeline = Timeline(T0_NS if origin_ns is None else origin_ns)
     process_ns = process_start_ns()
     if process_ns is not None:
         timeline.note(interpreter_start_s=round((timeline.origin_ns - process_ns) / 1e9, 3))
+    environment = rank_environment()
+    if environment.size > 1:
+        from runtime.parallel.start import start_on_ranks
+
+        return start_on_ranks(environment, settings, timeline, body, resolve_image, on_family)
     return start_engine(settings, timeline, body, resolve_image, on_family)

@@ -36,27 +36,20 @@ def start_engine(
     on_family: Callable[[Family], None] | None = None,
 ) -> tuple[Engine, Prepared | None]:
     """Run the startup graph; see `runtime.bootstrap.start`."""
-    start = _Start(settings, timeline, body, resolve_image, on_family)
-    nodes = [
-        Node("reader", start.reader),
-        Node("manifest", start.manifest),
-        Node("load", start.load, needs=("reader", "manifest"), cancel=start.stop_loading),
-        # After `load`, so that its imports do not delay the first read.
-        Node("request", start.request, needs=("load",), thread="request"),
-        Node("torch", start.torch, needs=("load",)),
-        Node("models", start.models, needs=("torch",)),
-        Node("compute", start.compute, needs=("models",)),
-        Node("warm-up", start.warm_up, needs=("compute", "request")),
-    ]
+    return run_start(WorkerStart(settings, timeline, body, resolve_image, on_family), timeline)
+
+
+def run_start(start: WorkerStart, timeline: Timeline) -> tuple[Any, Prepared | None]:
+    """Run a start's nodes; its engine and the first request. Raises: the first failure, with nothing left running."""
     try:
-        results = Graph(nodes, timeline).run()
+        results = Graph(start.nodes(), timeline).run()
     except BaseException:
         start.stop_loading()
         raise
     return start.engine(results), results["request"]
 
 
-class _Start:
+class WorkerStart:
     """What the nodes of one start share."""
 
     def __init__(
@@ -76,6 +69,19 @@ class _Start:
         self.device = choose_device(settings.device)
         self.weights: WeightSet | None = None
         self.spawned: ChildReader | None = None
+
+    def nodes(self) -> list[Node]:
+        return [
+            Node("reader", self.reader),
+            Node("manifest", self.manifest),
+            Node("load", self.load, needs=("reader", "manifest"), cancel=self.stop_loading),
+            # After `load`, so that its imports do not delay the first read.
+            Node("request", self.request, needs=("load",), thread="request"),
+            Node("torch", self.torch, needs=("load",)),
+            Node("models", self.models, needs=("torch",)),
+            Node("compute", self.compute, needs=("models",)),
+            Node("warm-up", self.warm_up, needs=("compute", "request")),
+        ]
 
     def reader(self, results: Results) -> None:
         """Spawn the reader's process; without one the loader's fallbacks decide."""

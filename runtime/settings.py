@@ -32,6 +32,7 @@ class Settings:
         reader_threads: 0: chosen from the machine.
         storage_gbps: throttle for experiments, in 10^9 bytes per second; 0: none.
         loader_path: force a rung of the loader's fallback ladder (A to E); empty: probed.
+        rank_limit_s: with several ranks, silence or a step that counts as a hang; longer than the longest step.
         encoder_processes: H.264 encoders beside the worker; 0: chosen from the machine.
         encoder_codec: `libx264`, or `h264_nvenc` where the GPU has an encoder.
         encoder_preset: of that codec; the fastest by default, since the last unit's encoding is waited for.
@@ -51,6 +52,7 @@ class Settings:
     reader_threads: int = 0
     storage_gbps: float = 0.0
     loader_path: str = ""
+    rank_limit_s: float = 300.0
     encoder_processes: int = 0
     encoder_codec: str = "libx264"
     encoder_preset: str = "ultrafast"

@@ -1,8 +1,8 @@
 """Notices that a rank of the run failed, was killed or hangs, and ends the others with one clear error.
 
 Every rank beats in a small key-value store that is not the collectives' transport. The first cause that anybody writes
-there is everybody's. A rank whose main thread is stuck in a collective that cannot be called off is ended by its own
-guard, because a stuck process would keep its GPU.
+there is everybody's. A process that has not left the run soon after is ended by its own guard: it may be stuck in a
+collective, and would keep its GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Store(Protocol):
 class GuardTimes:
     """Seconds. limit: silence, or a job without progress, that counts as a hang; longer than the longest step.
 
-    beat: between two looks. grace: for the main thread to leave by itself once a failure is known.
+    beat: between two looks. grace: for the process to leave the run by itself once a failure is known.
     """
 
     limit_s: float = 300.0
@@ -48,7 +48,7 @@ class Guard:
     Args:
         store: a connection that nobody else uses; `connect` to it happens before.
         call_off: makes the collectives under way fail, where the transport can.
-        end_process: called with the error when the main thread did not leave in time; must not return.
+        end_process: called with the error when the guard was not closed in time; must not return.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class Guard:
         self._progress_s = time.monotonic()
         self._is_busy = False
         self._doing = "starting"
-        self._has_left = threading.Event()
         self._closing = threading.Event()
         self._beats = [(b"", time.monotonic())] * size
         self._thread = threading.Thread(target=self._watch, name="coldframe-guard", daemon=True)
@@ -86,13 +85,12 @@ class Guard:
     def close(self) -> None:
         """Stop watching; works twice."""
         self._closing.set()
-        self._has_left.set()
         if self._thread.is_alive():
             self._thread.join()
 
     @contextmanager
     def job(self) -> Iterator[None]:
-        """While a request runs, standing still counts as a hang. An exception is everybody's failure."""
+        """While a request runs, standing still counts as a hang."""
         self.progress("job")
         self._is_busy = True
         try:
@@ -117,7 +115,6 @@ class Guard:
 
     def report(self, cause: str) -> InternalError:
         """Write this rank's failure down for all ranks, unless another one came first; the error to raise."""
-        self._has_left.set()
         return self._fail(self._rank, cause)
 
     def explain(self, symptom: str) -> InternalError:
@@ -128,7 +125,6 @@ class Guard:
             if silent:
                 self._fail(silent[0], "stopped answering")
             self._closing.wait(self._times.beat_s / 4)
-        self._has_left.set()
         return self.failure or self._fail(self._rank, symptom.partition("\n")[0])
 
     # --- on the guard's thread ---
@@ -192,7 +188,7 @@ class Guard:
 
     def _end(self, error: InternalError) -> None:
         self._call_off()
-        if not self._has_left.wait(self._times.grace_s):
+        if not self._closing.wait(self._times.grace_s):
             self._end_process(error)
 
     # --- on either thread ---

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from runtime.compute import Compute
     from runtime.families.minimax_h3.model.job import JobInput
     from runtime.family import Job
+    from runtime.parallel.connect import Connection
+    from runtime.parallel.family import RankJob
     from runtime.weights import WeightSource
 
 TOKENIZER = "tokenizer/tokenizer.json"
@@ -119,6 +121,19 @@ class MiniMaxH3:
         from runtime.families.minimax_h3.model.parts import one_rank
 
         return H3Job(self._job_input(prepared), weights, compute.device, one_rank(compute))
+
+    def start_on_ranks(
+        self,
+        prepared: Prepared,
+        weights: WeightSource,
+        compute: Compute,
+        connection: Connection,
+        is_sharded: bool,
+    ) -> RankJob:
+        """See `runtime.parallel.family.RankFamily`."""
+        from runtime.families.minimax_h3.model.ranks_job import RanksJob
+
+        return RanksJob(self._job_input(prepared), weights, compute, connection, is_sharded)
 
     def _job_input(self, prepared: Prepared) -> JobInput:
         from runtime.families.minimax_h3.model.job import JobInput

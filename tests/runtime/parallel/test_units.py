@@ -54,9 +54,7 @@ def test_rank_0_gets_all_frames_in_order(size: int, num_units: int) -> None:
     for found, expected in zip(frames, alone(num_units), strict=True):
         assert torch.equal(found, expected)
     assert all(found == [] for found, _ in results[1:])
-    assert [decoded for _, decoded in results] == [
-        list(range(rank, num_units, size)) for rank in range(size)
-    ]
+    assert [decoded for _, decoded in results] == [list(range(rank, num_units, size)) for rank in range(size)]
 
 
 @pytest.mark.parametrize("taken", [0, 1, 2, 4, 5])

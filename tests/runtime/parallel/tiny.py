@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from runtime.families.minimax_h3.config import H3Config
+from runtime.families.minimax_h3.model.job import JobInput
+from runtime.families.minimax_h3.packing import pack
 from runtime.families.minimax_h3.shards import Cut, cut_of
+from runtime.families.minimax_h3.tokens import TokenStream
+from runtime.family import MediaPlan
+from runtime.schedules import explicit_schedule
 from tests.fakes.weights import DictWeights
 from tests.runtime.families.minimax_h3.small_config import small_config
 
@@ -126,3 +131,42 @@ def cut(tensor: Tensor, part: Cut | None) -> Tensor:
         return tensor[:, part.columns.start : part.columns.stop].contiguous()
     assert part.rows is not None
     return torch.cat([tensor[rows.start : rows.stop] for rows in part.rows])
+
+
+def decoder_groups(config: H3Config, seed: int) -> Groups:
+    """Random groups of the video and the audio decoder, named and shaped as prepare writes them."""
+    from prepare.families.minimax_h3.recipe import build_recipe
+
+    torch.manual_seed(seed)
+    groups: Groups = {}
+    for group in build_recipe(config, "diffusers", ("t2va",), "F32").groups:
+        if group.name is None or group.component not in ("vae", "audio_vae"):
+            continue
+        groups[group.name] = {t.name: _random(t.name, t.spec.shape) for t in group.tensors}
+    return groups
+
+
+def _random(name: str, shape: tuple[int, ...]) -> Tensor:
+    if len(shape) == 1 or name.endswith(("weight_g", "alpha", "beta")):
+        near_one = "norm" in name or "scale" in name or name.endswith("weight_g")
+        return (1.0 if near_one else 0.0) + 0.1 * torch.randn(shape)
+    return torch.randn(shape) * (torch.Size(shape[1:]).numel()) ** -0.5
+
+
+def job_input(num_text: int = 5, num_units: int = 3, seed: int = 11) -> JobInput:
+    """A t2va request of 64x64 pixels and two evaluations on the default `tiny_config`."""
+    config = tiny_config()
+    tokens = TokenStream(ids=tuple(range(3, 3 + num_text)), tags=(1,) * num_text, images=())
+    frames, audio = 5 * num_units + 2, 7
+    return JobInput(
+        config=config,
+        media=MediaPlan(64, 64, 17 * num_units + 5, 24, 160),
+        schedule=explicit_schedule("x", (1.0, 0.6, 0.0), (1.0, 0.4, 0.0)),
+        tokens=tokens,
+        sequence=pack(config, tokens.tags, (frames, 4, 4), audio),
+        keyframes=(),
+        seed=seed,
+        noise_mode="single_stream",
+        table_key="x.t2va",
+        condition_index=None,
+    )

@@ -18,17 +18,21 @@ from runtime.families.minimax_h3.model.adaln import (
     SHIFT_ATTN,
     SHIFT_MLP,
 )
-from runtime.families.minimax_h3.model.block import BlockWeights
+from runtime.families.minimax_h3.model.block import BlockWeights, SelfAttention
 from runtime.ops.attention import Attention
 from runtime.ops.linear import linear
 from runtime.ops.rotary import RotaryTable
 
 
 class FusedBlock:
-    """A `BlockForward` over one set of operators."""
+    """A `BlockForward` over one set of operators.
 
-    def __init__(self, operators: Operators) -> None:
+    attend: replacement of the attention part, of the form of `block.self_attention`; None: this file's.
+    """
+
+    def __init__(self, operators: Operators, attend: SelfAttention | None = None) -> None:
         self._operators = operators
+        self._attend = attend or self._attend_fused
 
     def __call__(
         self,
@@ -45,13 +49,24 @@ class FusedBlock:
         shift_attn, scale_attn = modulation[:, SHIFT_ATTN], modulation[:, SCALE_ATTN]
         shift_mlp, scale_mlp = modulation[:, SHIFT_MLP], modulation[:, SCALE_MLP]
         n = fused.norm_modulate(x, w.norm1, shift_attn, scale_attn, index, config.norm_eps)
-        heads = w.qkv.shape[0] // (3 * config.attention_head_dim)
-        q, k, v = fused.qk_norm_rope(
-            linear(n, w.qkv), w.norm_q, w.norm_k, rope.cos, rope.sin, heads, heads, config.qk_norm_eps
-        )
-        update = linear(attention(q, k, v).flatten(1), w.out)
+        update = self._attend(n, w, config, rope, attention)
         x, n = fused.gate_norm_modulate(
             x, update, modulation[:, GATE_ATTN], w.norm2, shift_mlp, scale_mlp, index, config.norm_eps
         )
         update = linear(fused.swiglu(linear(n, w.up_gate)), w.down)
         return fused.gate_residual(x, update, modulation[:, GATE_MLP], index)
+
+    def _attend_fused(
+        self,
+        x: Tensor,
+        w: BlockWeights,
+        config: TransformerConfig,
+        rope: RotaryTable | None,
+        attention: Attention,
+    ) -> Tensor:
+        heads = w.qkv.shape[0] // (3 * config.attention_head_dim)
+        cos, sin = rope or (None, None)
+        q, k, v = self._operators.qk_norm_rope(
+            linear(x, w.qkv), w.norm_q, w.norm_k, cos, sin, heads, heads, config.qk_norm_eps
+        )
+        return linear(attention(q, k, v).flatten(1), w.out)

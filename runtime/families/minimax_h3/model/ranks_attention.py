@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kernels.ops import Operators
 from runtime.families.minimax_h3.config import TransformerConfig
 from runtime.families.minimax_h3.model.block import BlockWeights, norm_and_rotate
 from runtime.ops.attention import Attention
@@ -20,10 +21,12 @@ class ExchangedAttention:
     """The form of `block.self_attention`, over this rank's rows.
 
     exchange: `w.qkv` has the heads that it asks to be projected: this rank's, or all.
+    operators: fused norm and rotation of q and k; None: the eager composition, as with `one_by_one`.
     one_by_one: project q, k and v one after the other, so that each travels while the next is projected.
     """
 
     exchange: HeadExchange
+    operators: Operators | None = None
     one_by_one: bool = False
 
     def __call__(
@@ -35,12 +38,18 @@ class ExchangedAttention:
         attention: Attention,
     ) -> Tensor:
         """[n, D] normed rows of this rank -> [n, D]; `rope` covers all S rows."""
+        fused = None if self.one_by_one or rope is None else self.operators
         norms = (w.norm_q, w.norm_k, None)
         heads, width = len(w.qkv) // (3 * config.attention_head_dim), config.attention_head_dim
         matrices = w.qkv.chunk(3) if self.one_by_one else (w.qkv,)
 
         def project(hidden: Tensor, rows: range) -> Iterator[Tensor]:
             table = None if rope is None else RotaryTable(*(part[rows.start : rows.stop] for part in rope))
+            if fused is not None and table is not None and len(hidden):
+                yield from fused.qk_norm_rope(
+                    linear(hidden, w.qkv), w.norm_q, w.norm_k, *table, heads, heads, config.qk_norm_eps
+                )
+                return
             products = (
                 linear(hidden, matrix).view(len(hidden), 3 // len(matrices), heads, width)
                 for matrix in matrices

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from runtime.compute import Compute
 from runtime.families.minimax_h3.config import H3Config
 from runtime.families.minimax_h3.model.conditioner import encode_prompt, layer_forward
 from runtime.families.minimax_h3.model.job import H3Job, JobInput, JobParts
@@ -32,14 +33,23 @@ class RanksJob(H3Job):
     """
 
     def __init__(
-        self, given: JobInput, weights: WeightSource, device: str, connection: Connection, is_sharded: bool
+        self,
+        given: JobInput,
+        weights: WeightSource,
+        compute: Compute,
+        connection: Connection,
+        is_sharded: bool,
     ) -> None:
         ranks, control, config = connection.ranks, connection.control, given.config
         check_ranks(config, ranks.size)
         self._connection = connection
         self._video: RanksVideoUnits | None = None
         is_cut = is_sharded and cuts_conditioner(config, ranks.size)
-        encode_whole = partial(encode_prompt, layer=SummedLayer(ranks) if is_cut else layer_forward)
+        encode_whole = partial(
+            encode_prompt,
+            attention=compute.short_attention,
+            layer=SummedLayer(ranks) if is_cut else layer_forward,
+        )
 
         def encode(*arguments: Any) -> Tensor:
             with control.section("conditioner"):
@@ -47,21 +57,28 @@ class RanksJob(H3Job):
 
         def refine(config: H3Config, weights: WeightSource, prompt_embeds: Tensor) -> Tensor:
             with control.section("refiner"):
-                return refine_text_on_ranks(config, weights, prompt_embeds, ranks)
+                return refine_text_on_ranks(config, weights, prompt_embeds, ranks, compute.short_attention)
 
         transformer = partial(
             RanksTransformer,
+            attention=compute.attention,
+            operators=compute.operators,
             ranks=ranks,
             control=control,
             is_sharded=is_sharded and gathers_hidden(ranks.size),
         )
         parts = JobParts(encode, refine, transformer, self._video_units)
-        super().__init__(given, weights, device, parts)
+        super().__init__(given, weights, compute.device, parts)
 
     def decoders(self) -> Mapping[str, Decoder]:
         decoders = super().decoders()
         assert self._video is not None, "made by the base class"
         return {"video": self._video, "audio": _AudioBeside(decoders["audio"], self._video)}
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which gets units and samples."""
+        return self._connection.control.leads
 
     def close(self) -> None:
         """On rank 0, when the request is given up: bring all ranks to a border."""

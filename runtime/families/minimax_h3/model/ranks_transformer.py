@@ -6,9 +6,11 @@ from functools import partial
 
 from torch import Tensor
 
+from kernels.ops import Operators
 from runtime.families.minimax_h3.config import H3Config
 from runtime.families.minimax_h3.model.adaln import ModulationTables
 from runtime.families.minimax_h3.model.block import SelfAttention
+from runtime.families.minimax_h3.model.fused_block import FusedBlock
 from runtime.families.minimax_h3.model.ranks_attention import ExchangedAttention
 from runtime.families.minimax_h3.model.refiner import refine_text
 from runtime.families.minimax_h3.model.transformer import Transformer, Velocity, block_forward
@@ -28,6 +30,7 @@ class RanksTransformer(Transformer):
     Args:
         is_sharded: `to_qkv` of the blocks has this rank's heads only, so hidden rows are gathered; else projected
             heads are exchanged.
+        operators: fused operators of the blocks; None: the eager composition.
         chunk_rows: rows of a rank that are gathered at once.
     """
 
@@ -40,17 +43,24 @@ class RanksTransformer(Transformer):
         control: Control,
         is_sharded: bool,
         attention: Attention = attention,
+        operators: Operators | None = None,
         chunk_rows: int = GATHER_CHUNK_ROWS,
     ) -> None:
         super().__init__(config, weights, tables, attention)
         self._ranks, self._control = ranks, control
         self._is_sharded, self._chunk_rows = is_sharded, chunk_rows
+        self._operators = operators
 
     def begin(self, text: Tensor, sequence: PackedSequence, rows: range | None = None) -> None:
         """See `Transformer.begin`; `rows` is this rank's part by default."""
         shards = RowShards.of(sequence.num_rows, self._ranks.size)
         super().begin(text, sequence, rows or shards.ranges[self._ranks.rank])
-        self.block = partial(block_forward, attend=self._attend(shards))
+        attend = self._attend(shards)
+        self.block = (
+            partial(block_forward, attend=attend)
+            if self._operators is None
+            else FusedBlock(self._operators, attend)
+        )
         audio_start = sequence.num_rows - sequence.num_video - sequence.num_audio
         video_start = sequence.num_rows - sequence.num_video
         self._audio_counts = [_overlap(part, audio_start, video_start) for part in shards.ranges]
@@ -67,7 +77,8 @@ class RanksTransformer(Transformer):
 
     def _attend(self, shards: RowShards) -> SelfAttention:
         if self._is_sharded:
-            return ExchangedAttention(GatheredHidden(self._ranks, shards, self._chunk_rows))
+            exchange = GatheredHidden(self._ranks, shards, self._chunk_rows)
+            return ExchangedAttention(exchange, operators=self._operators)
         return ExchangedAttention(ProjectedHeads(self._ranks, shards), one_by_one=True)
 
 

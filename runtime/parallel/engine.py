@@ -1,0 +1,99 @@
+"""A started worker of several ranks: rank 0 takes requests, the others do what it says until it ends."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from loader.errors import InternalError, WorkerError
+from runtime.engine import Engine
+from runtime.family import Prepared
+from runtime.parallel.connect import Connection
+from runtime.parallel.family import RankJob, RankPrepared
+from runtime.pipeline import Cancelled, Hooks, denoise
+from runtime.timeline import Timeline
+
+
+class RankEngine(Engine):
+    """See `Engine`. On rank 0 `run` is the same as on one rank; the others call `follow`.
+
+    A request that rank 0 gives up between two steps or units (cancelled, disk full) leaves the ranks ready for the
+    next. Any other failure is everybody's: `run` and `follow` raise the same error on all ranks, which then end.
+    """
+
+    def __init__(self, *arguments: Any, connection: Connection) -> None:
+        super().__init__(*arguments)
+        self.connection = connection
+        self._job: RankJob | None = None
+
+    def start_job(self, prepared: Prepared) -> RankJob:
+        job: Any = super().start_job(prepared)
+        self._job = job
+        return self._job
+
+    def run(self, prepared: Prepared, output: Path, **options: Any) -> dict[str, object]:
+        assert isinstance(prepared, RankPrepared), "made by this engine's prepare"
+        control = self.connection.control
+        with self._guarded():
+            control.exchange({"op": "generate", "body": prepared.body})
+            try:
+                with control.request():
+                    return super().run(prepared, output, **options)
+            except Exception as error:
+                self._give_up(error)
+                raise
+
+    def follow(self) -> None:
+        """On the other ranks: requests until rank 0 ends. Raises: WorkerError: a rank failed."""
+        while True:
+            command = self.connection.control.exchange()
+            if command["op"] == "end":
+                return
+            with self._guarded():
+                try:
+                    with self.connection.control.request():
+                        self._take_part(command["body"])
+                except Cancelled:
+                    continue
+                except Exception as error:
+                    raise self._everybodys(error) from error
+
+    def close(self) -> None:
+        """Let the other ranks end, leave the run, free the weights. After a failure nobody is waited for."""
+        guard = self.connection.guard
+        try:
+            if guard is not None and guard.failure is None and self.connection.control.leads:
+                self.connection.control.exchange({"op": "end"})
+        finally:
+            self.connection.close()
+            super().close()
+
+    def _take_part(self, body: Any) -> None:
+        job = self.start_job(self.prepare(body))
+        job.condition()
+        hooks = Hooks(Timeline(), threading.Event(), synchronize=self.synchronize)
+        latents = denoise(job, hooks)
+        for _ in job.decoders()["video"].units(latents):
+            raise InternalError("a rank other than 0 was handed a unit", where="ranks")
+
+    def _give_up(self, error: Exception) -> None:
+        """Leave the others at a border; where that is impossible, raise the error as everybody's."""
+        if (
+            self._job is not None
+            and self.connection.guard is not None
+            and self.connection.guard.failure is None
+        ):
+            self._job.close()
+        if isinstance(error, Cancelled | WorkerError) and self.connection.control.can_stop:
+            self.connection.control.stop()
+            return
+        raise self._everybodys(error) from error
+
+    def _everybodys(self, error: Exception) -> Exception:
+        guard = self.connection.guard
+        return error if guard is None else guard.report(str(error) or type(error).__name__)
+
+    def _guarded(self) -> Any:
+        return nullcontext() if self.connection.guard is None else self.connection.guard.job()

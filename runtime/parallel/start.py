@@ -1,0 +1,128 @@
+"""The start of a worker over several ranks: every rank runs the graph of `runtime.nodes`, with one node more.
+
+The ranks come together on a thread of their own as soon as torch is there, beside the load.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from loader.errors import RequestError
+from runtime.nodes import WorkerStart, run_start
+from runtime.parallel.environment import RankEnvironment
+from runtime.parallel.family import FamilyOnRanks
+from runtime.parallel.prepared import rank_manifest
+from runtime.startup import Node, Results
+from runtime.timeline import Timeline
+
+if TYPE_CHECKING:
+    from runtime.engine import Engine
+    from runtime.family import Family, ImageResolver, Prepared
+    from runtime.parallel.connect import Connection
+    from runtime.parallel.engine import RankEngine
+    from runtime.settings import Settings
+
+
+def start_on_ranks(
+    environment: RankEnvironment,
+    settings: Settings,
+    timeline: Timeline,
+    body: Mapping[str, object] | None,
+    resolve_image: ImageResolver | None,
+    on_family: Callable[[Family], None] | None = None,
+) -> tuple[Engine, Prepared | None]:
+    """Like `runtime.nodes.start_engine`, on every rank. Returns on rank 0 only.
+
+    The other ranks serve rank 0 until it ends and then leave the process.
+    Raises: WorkerError, on all ranks: the first cause of whatever failed on any rank that was already connected.
+    """
+    _narrow_devices(environment)
+    start = RankStart(environment, settings, timeline, body, resolve_image, on_family)
+    engine, prepared = run_start(start, timeline)
+    if environment.rank == 0:
+        return engine, prepared
+    with engine:
+        engine.follow()
+    sys.exit(0)
+
+
+class RankStart(WorkerStart):
+    """The nodes of one rank."""
+
+    def __init__(self, environment: RankEnvironment, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.environment = environment
+        self.connection: Connection | None = None
+
+    def nodes(self) -> list[Node]:
+        return [
+            *super().nodes(),
+            Node("ranks", self.ranks, needs=("torch",), thread="ranks", cancel=self.leave),
+        ]
+
+    def manifest(self, results: Results) -> tuple[Any, Any]:
+        """The manifest as this rank sees it, and a family whose jobs run on all ranks."""
+        from loader.manifest import read_manifest
+        from runtime.family import family_for
+
+        rank, size = self.environment.rank, self.environment.size
+        whole = read_manifest(self.directory, self.settings.manifest_sha256 or None)
+        manifest = rank_manifest(whole, rank, size)
+        family = family_for(manifest, self.directory, self.settings.task, self.settings.schedule)
+        on_ranks = FamilyOnRanks(family, whole, rank, size, self._connected)
+        if self.on_family is not None:
+            self.on_family(on_ranks)
+        self.timeline.note(rank=rank, ranks=size)
+        return manifest, on_ranks
+
+    def ranks(self, results: Results) -> Connection:
+        from runtime.parallel.connect import connect
+        from runtime.parallel.guard import GuardTimes
+
+        self.connection = connect(
+            self.environment, self.device, GuardTimes(limit_s=self.settings.rank_limit_s)
+        )
+        return self.connection
+
+    def leave(self) -> None:
+        """The start failed on this rank: tell the others, if they are connected."""
+        if self.connection is not None and self.connection.guard is not None:
+            self.connection.guard.report("its start failed")
+            self.connection.close()
+
+    def engine(self, results: Results) -> RankEngine:
+        from runtime.parallel.engine import RankEngine
+
+        manifest, family = results["manifest"]
+        return RankEngine(
+            self.settings,
+            self.timeline,
+            manifest,
+            family,
+            results["load"],
+            results["compute"],
+            connection=results["ranks"],
+        )
+
+    def _connected(self) -> Connection:
+        assert self.connection is not None, "jobs start after the graph has run"
+        return self.connection
+
+
+def _narrow_devices(environment: RankEnvironment) -> None:
+    """Let this process see its own GPU only, before anything opens CUDA, so that all code means the same device 0."""
+    if environment.size == 1:
+        return
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = listed.split(",") if listed else [str(number) for number in range(environment.local_size)]
+    if environment.local_rank >= len(visible):
+        raise RequestError(
+            "not a GPU for every rank of this host",
+            where="CUDA_VISIBLE_DEVICES",
+            found=listed,
+            expected=f"{environment.local_size} devices",
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[environment.local_rank]
