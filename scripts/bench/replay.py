@@ -1,13 +1,15 @@
 """Speed and memory of the replay engine: 10 million requests, one policy, one core; and the same work in simpy.
 
-Each measurement is a fresh process, so that its peak memory is its own. Times are wall clock; the process's CPU time is
-recorded beside them, because on a shared machine the two differ.
+Each measurement is a fresh process, so that its peak memory is its own. The work is one thread without input or output, so
+the target is its CPU time: on an unshared core that is the wall-clock time, which is recorded beside it (with the machine's
+load) and is larger where other work shares the core.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -53,11 +55,11 @@ def measure_engine(engine: str, count: int, busy: float) -> dict[str, float]:
         wall, cpu = time.perf_counter(), time.process_time()
         outcome = simulate(trace, Constant(STARTUP), parse_plan(POLICY), Options(engine=engine), record=False)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        if not best or wall < best["wall_s"]:
+        if not best or cpu < best["cpu_s"]:
             best = {
                 "wall_s": wall,
                 "cpu_s": cpu,
-                "requests_per_s": count / wall,
+                "requests_per_s": count / cpu,
                 "starts": float(outcome.starts),
             }
     return {**best, "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
@@ -71,13 +73,13 @@ def measure_simpy(count: int, busy: float) -> dict[str, float]:
     twin = Twin(
         trace.arrivals.tolist(), trace.durations.tolist(), [STARTUP] * count, 2 * STARTUP, False, True, None
     )
-    wall = time.perf_counter()
+    wall, cpu = time.perf_counter(), time.process_time()
     twin.run()
-    wall = time.perf_counter() - wall
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     outcome = simulate(trace, Constant(STARTUP), parse_plan(POLICY), Options(engine="python"), record=False)
     if (twin.starts, round(twin.idle_s, 3)) != (outcome.starts, round(outcome.idle_s, 3)):
         raise RuntimeError(f"simpy gives {twin.starts} starts, the engine {outcome.starts}")
-    return {"wall_s": wall, "requests_per_s": count / wall}
+    return {"wall_s": wall, "cpu_s": cpu, "requests_per_s": count / cpu}
 
 
 def measure_reading(count: int) -> dict[str, float]:
@@ -87,10 +89,10 @@ def measure_reading(count: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.csv"
         write_trace(bench_trace(count, 10.0), path)
-        wall = time.perf_counter()
+        wall, cpu = time.perf_counter(), time.process_time()
         trace = read_trace(str(path))
-        wall = time.perf_counter() - wall
-    return {"wall_s": wall, "rows_per_s": len(trace) / wall}
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return {"wall_s": wall, "cpu_s": cpu, "rows_per_s": len(trace) / cpu}
 
 
 def measure_command(count: int) -> dict[str, float]:
@@ -101,10 +103,11 @@ def measure_command(count: int) -> dict[str, float]:
         path = Path(folder) / "trace.csv"
         write_trace(bench_trace(count, 10.0), path)
         command = [sys.executable, "-m", "scripts.replay", "run", str(path), "--startup", "7.2"]
-        wall = time.perf_counter()
+        wall, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, check=True, capture_output=True)
-        wall = time.perf_counter() - wall
-    return {"wall_s": wall, "rows": float(count)}
+        wall, after = time.perf_counter() - wall, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"wall_s": wall, "cpu_s": cpu, "rows": float(count)}
 
 
 def _fresh(*arguments: object) -> dict[str, Any]:
@@ -133,7 +136,7 @@ def main() -> None:
             print(json.dumps(measure_reading(int(rest[0]))))
         return
     count = arguments.requests
-    figures: dict[str, Any] = {}
+    figures: dict[str, Any] = {"load_average_before": os.getloadavg()}
     for engine in ("numba", "python"):
         for busy in (10, 100, 1000):
             figures[f"{engine}_{busy}_busy"] = _fresh("engine", engine, count, busy)
@@ -150,8 +153,8 @@ def main() -> None:
         for name in ("numba", "python")
     }
     targets = {
-        "replay_10m_s": target(fast["wall_s"], 2.0, "lower", cpu_s=fast["cpu_s"], engine="numba"),
-        "replay_10m_python_s": target(plain["wall_s"], 10.0, "lower", cpu_s=plain["cpu_s"], engine="python"),
+        "replay_10m_s": target(fast["cpu_s"], 2.0, "lower", wall_s=fast["wall_s"], engine="numba"),
+        "replay_10m_python_s": target(plain["cpu_s"], 10.0, "lower", wall_s=plain["wall_s"], engine="python"),
         "replay_10m_rss_gib": target(max(fast["peak_rss_gib"], plain["peak_rss_gib"]), 2.0, "lower"),
     }
     print(write_result("replay", figures, targets))
