@@ -236,23 +236,31 @@ class EncoderPool:
         raise InternalError("encoder processes died on one task", where="encoder", found="; ".join(deaths))
 
     def _attempt(self, task: Mapping[str, object]) -> bytes | EncoderDied:
-        with self._lock:
-            if not self._idle:  # one could not be replaced
-                return EncoderDied("there is no process left")
-            process = self._idle.popleft()
+        process = self._take()
+        if process is None:
+            return EncoderDied("it could not be replaced")
         try:
             result = process.run(task, self.timeout_s)
         except EncoderDied as death:
-            log.warning("encoder process died, replaced", extra={"ending": str(death)})
-            self._discard(process)
-            self.replaced += 1
-            self._add()
+            self._replace(process, str(death))
             return death
         except (CapabilityError, InternalError):  # an answer; the process is well
             self._make_idle(process)
             raise
         self._make_idle(process)
         return result
+
+    def _take(self) -> EncoderProcess | None:
+        """An idle process; one that died while it was idle is replaced and costs no attempt."""
+        process = self._pop()
+        if process is not None and (status := process.child.poll()) is not None:
+            self._replace(process, f"exit status {status} while idle")
+            process = self._pop()
+        return process
+
+    def _pop(self) -> EncoderProcess | None:
+        with self._lock:
+            return self._idle.popleft() if self._idle else None
 
     def _make_idle(self, process: EncoderProcess) -> None:
         with self._lock:
@@ -271,10 +279,13 @@ class EncoderPool:
             self._idle.append(process)
         return True
 
-    def _discard(self, process: EncoderProcess) -> None:
+    def _replace(self, process: EncoderProcess, ending: str) -> None:
+        log.warning("encoder process died, replaced", extra={"ending": ending})
         with self._lock:
             self._all.remove(process)
         process.close()
+        self.replaced += 1
+        self._add()
 
 
 def _search_path() -> str:
