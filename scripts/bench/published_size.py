@@ -20,7 +20,7 @@ from prepare.families.minimax_h3.published import TEXT_ENCODER, TRANSFORMER, pub
 from prepare.recipe import TensorSpec
 from scripts.bench.random_files import Piece, Pools, random_pools, tensor_pieces, write_at
 from scripts.tiny_configs import write_configs
-from scripts.tiny_presets import preset
+from scripts.tiny_presets import TinyConfig, preset
 
 STEMS = {TRANSFORMER: "diffusion_pytorch_model", TEXT_ENCODER: "model"}
 _SMALL_POOL_BYTES = 8 << 20
@@ -28,18 +28,15 @@ _SMALL_POOL_BYTES = 8 << 20
 Tensors = Mapping[str, TensorSpec]
 
 
-def write_component(
-    directory: Path, component: str, size: str = "full", limit_bytes: int | None = None
-) -> int:
-    """Write `directory/<component>/`; returns the bytes of its tensors.
+def write_component(directory: Path, component: str, config: TinyConfig) -> int:
+    """Write `directory/<component>/` and the configuration files of the whole tree.
 
     Args:
         component: a key of `STEMS`.
-        size: a preset of `scripts.tiny_presets`.
-        limit_bytes: keep only the first tensors that fit (a load bench needs less than a model); None = all.
+        config: sizes; `preset("full")` for the release's.
+    Returns: bytes of its tensors.
     """
-    config = preset(size)
-    tensors = _first(published_tensors(config.model)[component], limit_bytes)
+    tensors = published_tensors(config.model)[component]
     folder = directory / component
     folder.mkdir(parents=True, exist_ok=True)
     write_configs(directory, config.model, "diffusers")
@@ -55,16 +52,6 @@ def write_component(
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / f"{STEMS[component]}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return total
-
-
-def _first(tensors: Tensors, limit_bytes: int | None) -> Tensors:
-    chosen, size = {}, 0
-    for name, spec in tensors.items():
-        size += spec.num_bytes
-        if limit_bytes is not None and size > limit_bytes:
-            break
-        chosen[name] = spec
-    return chosen
 
 
 def _cut(tensors: Tensors, shard_bytes: int) -> list[dict[str, TensorSpec]]:
@@ -117,7 +104,7 @@ def main() -> int:
     parser.add_argument("--preset", default="full")
     args = parser.parse_args()
     started = time.monotonic()
-    size = write_component(args.directory, args.component, args.preset)
+    size = write_component(args.directory, args.component, preset(args.preset))
     seconds = time.monotonic() - started
     print(f"{args.directory / args.component}: {size / 1e9:.2f} GB, {seconds:.1f} s")
     return 0
