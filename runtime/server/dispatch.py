@@ -171,7 +171,9 @@ class Dispatcher:
             case "done":
                 job = self._store.get(job_id)
                 timings = self._progress.timings(job) if job is not None else {}
-                self._spawn(self._complete(job_id, dict(event.get("result") or {}), timings))
+                result = dict(event.get("result") or {})
+                self._starts.complete(dict(result.get("headline") or {}))
+                self._spawn(self._complete(job_id, result, timings))
                 self._free()
             case "cancelled":
                 self._fail(job_id, *(self._end or CANCELLED))

@@ -84,7 +84,8 @@ class Gate:
         self._service.metrics.count("h3_requests_total", route=route, status=str(status))
         if not route.endswith(_UNTIMED):
             self._service.metrics.observe("h3_request_duration_seconds", seconds, route=route)
-        level = logging.DEBUG if status < 400 and scope["method"] in ("GET", "HEAD") else logging.INFO
+        is_quiet = scope["method"] in ("GET", "HEAD") and (status < 400 or scope["path"] in OPEN_PATHS)
+        level = logging.DEBUG if is_quiet else logging.INFO
         fields = {
             "request_id": request_id,
             "route": route,

@@ -43,16 +43,31 @@ class Starts:
             "pid": status.pid,
             "total_bytes": status.total_bytes,
             "headline": dict(timeline.get("headline") or {}),
+            "path": timeline.get("path"),
             "trace": _read_trace(timeline.get("path")),
         }
         self._starts.insert(0, start)
+        del self._starts[KEPT_STARTS:]
+        self._store(start)
+
+    def _store(self, start: Mapping[str, Any]) -> None:
         try:
             (self._directory / f"{start['id']}.json").write_text(json.dumps(start))
             for path in sorted(self._directory.glob("start-*.json"), reverse=True)[KEPT_STARTS:]:
                 path.unlink()
         except OSError:
             log.warning("a start could not be stored", exc_info=True)
-        del self._starts[KEPT_STARTS:]
+
+    def complete(self, headline: Mapping[str, Any]) -> None:
+        """The first job after a start is done: its marks belong to the start, and the worker may have written its timeline
+        again. Later jobs change nothing."""
+        if not self._starts or self._starts[0].get("is_complete"):
+            return
+        start = self._starts[0]
+        start["is_complete"] = True
+        start["headline"] = {**start["headline"], **headline}
+        start["trace"] = _read_trace(start.get("path")) or start["trace"]
+        self._store(start)
 
     def all(self) -> list[dict[str, Any]]:
         """`{id, ready_at, pid, total_bytes, headline, spans, marks, facts}` of each start, newest first."""

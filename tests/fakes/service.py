@@ -51,7 +51,7 @@ class ServiceProcess:
         (bundle / "manifest.json").write_text("{}")
         self._lines: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/fakes/family.py"), "--bundle", str(bundle), "--state", str(self.state), "--port", "0"],
+            self.command(bundle),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -63,6 +63,10 @@ class ServiceProcess:
         self.port = int(until(self._listening, "the socket opens")["port"])
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=30)
+
+    def command(self, bundle: Path) -> list[str]:
+        program = [sys.executable, str(ROOT / "tests/fakes/family.py")]
+        return [*program, "--bundle", str(bundle), "--state", str(self.state), "--port", "0"]
 
     def _environment(self, extra: dict[str, str]) -> dict[str, str]:
         kept = {

@@ -195,6 +195,7 @@ class FakeWorker:
                 "frames": frames,
                 "noise_sha256": "0" * 64,
                 "peak_memory_mb": 41,
+                "headline": {"mp4_complete": 9.5},
             },
         )
 

@@ -107,6 +107,18 @@ def test_the_last_start_as_data_trace_and_picture(service: ServiceProcess) -> No
     assert missing.status_code == 404
 
 
+def test_the_first_job_completes_the_start(service: ServiceProcess) -> None:
+    service.finished(service.create()["id"])
+    headline = service.client.get("/v1/startup").json()["data"][0]["headline"]
+    assert headline == {
+        "first_read": 0.2,
+        "torch_ready": 2.9,
+        "first_dit_entry": 3.3,
+        "all_weights_resident": 3.6,
+        "mp4_complete": 9.5,
+    }
+
+
 def test_starts_are_kept_over_restarts_of_the_service(start: Callable[..., ServiceProcess]) -> None:
     first = start().ready()
     made = first.client.get("/v1/startup").json()["data"][0]["id"]

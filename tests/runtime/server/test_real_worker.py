@@ -1,0 +1,129 @@
+"""The service with the real worker on a tiny checkpoint: the same command line as in production."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from runtime.media.check import Mp4Expectation, check_mp4
+from tests.fakes.service import KEY, ROOT, ServiceProcess, until
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning"),
+]
+
+
+class RealService(ServiceProcess):
+    """`coldframe serve` as users run it."""
+
+    def command(self, bundle: Path) -> list[str]:
+        return [
+            sys.executable,
+            "-m",
+            "runtime.cli",
+            "serve",
+            "--bundle",
+            str(self.directory / "tiny"),
+            "--state",
+            str(self.state),
+            "--port",
+            "0",
+        ]
+
+    def _environment(self, extra: dict[str, str]) -> dict[str, str]:
+        environ = super()._environment(extra)
+        del environ["COLDFRAME_SERVE_WORKER_COMMAND"]
+        return {**environ, "OMP_NUM_THREADS": "1", "COLDFRAME_DEVICE": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealService]:
+    directory = tmp_path_factory.mktemp("real")
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for arguments in (
+        ["-m", "scripts.tiny_checkpoint", str(directory / "checkpoint"), "--preset", "test"],
+        [
+            "-m",
+            "runtime.cli",
+            "prepare",
+            str(directory / "checkpoint"),
+            str(directory / "tiny"),
+            "--schedule",
+            "base-8",
+            "--dtype",
+            "float32",
+        ],
+    ):
+        subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environ, check=True, capture_output=True)
+    service = RealService(directory)
+    until(lambda: service.client.get("/ready").status_code == 200, "the worker is ready", 120)
+    yield service
+    service.close()
+
+
+def finished(service: RealService, video: str) -> dict[str, Any]:
+    return dict(
+        until(
+            lambda: (job := service.get(video))["status"] in ("completed", "failed") and job,
+            "the job ends",
+            120,
+        )
+    )
+
+
+def test_the_official_client_makes_a_video(real: RealService, tmp_path: Path) -> None:
+    with openai.OpenAI(base_url=f"{real.url}/v1", api_key=KEY) as client:
+        job = client.videos.create_and_poll(
+            model="minimax-h3", prompt="a harbor at dawn", size="96x64", extra_body={"seed": 7}
+        )  # type: ignore[arg-type]
+        assert job.status == "completed", job.error
+        client.videos.download_content(job.id).write_to_file(tmp_path / "out.mp4")
+    extra = job.to_dict()
+    report = check_mp4(
+        tmp_path / "out.mp4", Mp4Expectation(width=96, height=64, frames=22, allow_silence=True)
+    )
+    assert report.problems == []
+    assert extra["num_frames"] == 22
+    assert extra["seed"] == 7
+
+
+def test_one_seed_makes_one_file_whatever_happened_in_between(real: RealService) -> None:
+    fields = {"num_frames": 22, "seed": 3}
+    first = finished(real, real.create("same", **fields)["id"])
+    cancelled = real.create("cancelled", num_frames=362)["id"]
+    until(lambda: real.get(cancelled)["phase"] == "denoise", "it denoises", 60)
+    real.client.post(f"/v1/videos/{cancelled}/cancel")
+    assert finished(real, cancelled)["error"]["code"] == "cancelled"
+    second = finished(real, real.create("same", **fields)["id"])
+    assert first["sha256"] == second["sha256"]
+
+
+def test_keyframes_and_refusals_of_the_real_family(real: RealService) -> None:
+    picture = (ROOT / "tests/cases/inputs/images/good.png").read_bytes()
+    job = real.client.post("/v1/videos", data={"prompt": "a"}, files={"first_frame": ("a", picture)}).json()
+    assert job["task"] == "fl2va"
+    assert finished(real, job["id"])["status"] == "completed"
+    refused = real.client.post("/v1/videos", json={"prompt": "a", "num_inference_steps": 28})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (422, "schedule_not_prepared")
+    long = real.client.post("/v1/videos", json={"prompt": "word " * 12_000})
+    assert (long.status_code, long.json()["error"]["code"]) == (400, "prompt_too_long")
+
+
+def test_the_start_is_told(real: RealService) -> None:
+    headline = real.client.get("/v1/startup").json()["data"][0]["headline"]
+    assert 0 < headline["torch_ready"] < headline["first_dit_entry"] < headline["mp4_complete"]
+    assert httpx.get(f"{real.url}/livez").json() == {"status": "ok"}
+
+
+def test_torch_stays_in_the_worker(real: RealService) -> None:
+    assert "/torch/" not in Path(f"/proc/{real.process.pid}/maps").read_text()
