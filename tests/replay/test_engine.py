@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scripts.replay import engine
@@ -225,6 +225,7 @@ def test_endless_retention_starts_the_peak_concurrency() -> None:
         assert outcome.starts == most_at_once(np.array([begin, begin + outcome.waits + trace.durations]))
 
 
+@settings(deadline=None, max_examples=60)
 @given(operations=st.lists(st.one_of(st.none(), st.integers(0, 20)), max_size=200))
 def test_wide_heap_pops_in_order(operations: list[int | None]) -> None:
     heap: list[float] = []

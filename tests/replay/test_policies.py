@@ -98,7 +98,7 @@ def test_level_policy_keeps_through_gaps_cheaper_than_a_start() -> None:
 
 
 def test_level_policy_is_close_to_the_best_constant_on_the_reference() -> None:
-    trace = synthetic("ref:days=3", 1)
+    trace = synthetic("ref:days=2", 1)
     curve = retention_curve(trace)
     _, best = curve.best(70.0, 1.0)
     outcome = simulate(trace, Constant(70.0), parse_plan("level:1"))
