@@ -67,6 +67,13 @@ def _prepare_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--workers", type=int, default=0, help="files written at a time (default: one per CPU)"
     )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        action="append",
+        default=[],
+        help="number of GPUs per request to store shards for; repeatable (default: 1, nothing is cut)",
+    )
     parser.add_argument("--replace", action="store_true", help="replace an existing prepared directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -86,6 +93,7 @@ def _prepare(args: argparse.Namespace) -> None:
         variant=args.variant,
         repository=args.repository,
         revision=args.revision,
+        ranks=tuple(sorted(set(args.ranks))) or (1,),
         max_file_bytes=int(args.max_file_gib * (1 << 30)),
         workers=args.workers,
     )

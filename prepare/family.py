@@ -29,6 +29,7 @@ class PrepareOptions:
     tasks, schedules: empty means what the checkpoint's release is for.
     dtype: `bfloat16` stores published types, `float32` widens everything.
     adaln: how tables are computed; `device` only matters for `match`.
+    ranks: numbers of ranks that the directory serves; with just 1 nothing is cut, and it serves any number whole.
     max_file_bytes: weight files are cut before this size. workers: files written at the same time; 0 = by CPUs.
     """
 
@@ -40,6 +41,7 @@ class PrepareOptions:
     variant: Literal["auto", "base", "fasth3"] = "auto"
     repository: str = ""
     revision: str = ""
+    ranks: tuple[int, ...] = (1,)
     max_file_bytes: int = 8 << 30
     workers: int = 0
 

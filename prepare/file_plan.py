@@ -51,6 +51,10 @@ class PlannedFile:
     groups: tuple[PlacedGroup, ...]
 
     @property
+    def shard(self) -> str:
+        return self.groups[0].group.shard
+
+    @property
     def data_bytes(self) -> int:
         return self.tensors[-1].end
 
@@ -62,7 +66,7 @@ class PlannedFile:
 def plan_weight_files(
     groups: Sequence[OutputGroup], model: str, limit: int = MAX_FILE_BYTES
 ) -> list[PlannedFile]:
-    """Cut each component's groups, in their order, into `weights/<component>-<n>.safetensors`.
+    """Cut each component's groups, in their order, into `weights/<component>[.<shard>]-<n>.safetensors`.
 
     A file closes before the group that would take its data section past `limit`; a group is never split.
     """
@@ -72,16 +76,17 @@ def plan_weight_files(
         size = round_up(
             sum(round_up(t.spec.num_bytes, TENSOR_ALIGN_BYTES) for t in group.tensors), PAGE_BYTES
         )
-        component = parts.setdefault(group.component, [[]])
-        if component[-1] and sizes[group.component] + size > limit:
-            component.append([])
-        sizes[group.component] = size + (sizes[group.component] if component[-1] else 0)
-        component[-1].append(group)
+        series = f"{group.component}.{group.shard}" if group.shard else group.component
+        files = parts.setdefault(series, [[]])
+        if files[-1] and sizes[series] + size > limit:
+            files.append([])
+        sizes[series] = size + (sizes[series] if files[-1] else 0)
+        files[-1].append(group)
     return [
         plan_file(
-            f"weights/{component}-{number}.safetensors", file_groups, {"model": model, "part": str(number)}
+            f"weights/{series}-{number}.safetensors", file_groups, {"model": model, "part": str(number)}
         )
-        for component, files in parts.items()
+        for series, files in parts.items()
         for number, file_groups in enumerate(files, start=1)
     ]
 

@@ -27,12 +27,13 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows `start` … `stop` - 1 (leading dimension) of one published tensor."""
+    """Rows `start` … `stop` - 1 (leading dimension) of one published tensor; of a matrix perhaps only `columns`."""
 
     component: str
     tensor: str
     start: int
     stop: int
+    columns: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,16 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class OutputGroup:
-    """Tensors that are waited for together, in order of use. `name` is None for tensors that are never streamed."""
+    """Tensors that are waited for together, in order of use. `name` is None for tensors that are never streamed.
+
+    shard: file series of its own within the component, see `prepare.shards`; empty: the shared one.
+    """
 
     name: str | None
     component: str
     tensors: tuple[OutputTensor, ...]
     needed_by: str
+    shard: str = ""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class SourceReader:
         while position < end:
             view = memoryview(self._buffer)[: min(step, end - position)]
             self._read(tensor.path, position, view)
-            yield view
+            yield view if rows.columns is None else cut_columns(view, row_bytes, rows.columns, width)
             position += len(view)
 
     def _read(self, path: Path, position: int, view: memoryview) -> None:
@@ -94,6 +94,14 @@ def output_pieces(
             words = as_words(piece, dtype)
             scan.check(f"{rows.component}/{rows.tensor}", dtype, words)
             yield piece if dtype == tensor.spec.dtype else widen(words)
+
+
+def cut_columns(piece: memoryview, row_bytes: int, columns: tuple[int, int], width: int) -> memoryview:
+    """Only some columns of a piece of whole rows, in new memory. width: bytes of an element."""
+    import numpy as np
+
+    rows = np.frombuffer(piece, np.uint8).reshape(-1, row_bytes)
+    return np.ascontiguousarray(rows[:, columns[0] * width : columns[1] * width]).data.cast("B")
 
 
 def as_words(piece: memoryview, dtype: str) -> np.ndarray:

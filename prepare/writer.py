@@ -78,6 +78,8 @@ def byte_options(source: FamilySource, options: PrepareOptions) -> dict[str, obj
         "schedules": [*dict.fromkeys(table.schedule.name for table in source.tables)],
         "tasks": list(source.tasks),
     }
+    if options.ranks != (1,):
+        result["ranks"] = list(options.ranks)
     if options.adaln == "match":
         result["adaln_device"] = _describe_device(options.device)
     return result
@@ -120,7 +122,8 @@ def _tensors(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     for index, (plan, digests) in enumerate(files):
         owner = {tensor.name: placed.group.name for placed in plan.groups for tensor in placed.group.tensors}
-        prefix = f"adaln/{tables[plan.path].key}" if plan.path in tables else plan.component
+        folder = tables[plan.path].key if plan.path in tables else plan.shard
+        prefix = f"{plan.component}/{folder}" if folder else plan.component
         for placed in plan.tensors:
             if placed.output is None:
                 continue

@@ -21,7 +21,7 @@ from loader.errors import CapabilityError, InternalError
 from runtime.parallel.control import Control
 from runtime.parallel.environment import RankEnvironment
 from runtime.parallel.guard import Guard, GuardTimes
-from runtime.parallel.ranks import GroupRanks, OneRank, Ranks
+from runtime.parallel.ranks import GroupRanks, OneRank, Ranks, SilentRanks
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,12 @@ def connect(
             expected=f"all ranks within {times.limit_s:g} s",
         ) from error
     return Connection(environment, GroupRanks(None, guard), Control(GroupRanks(control, guard), guard), guard)
+
+
+def silent_connection(rank: int, size: int) -> Connection:
+    """A connection that moves nothing, see `SilentRanks`. Every rank leads itself."""
+    environment = RankEnvironment(rank, size, rank, size)
+    return Connection(environment, SilentRanks(rank, size), Control(OneRank()), None)
 
 
 def call_off() -> None:

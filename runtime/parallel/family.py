@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.family import Family, ImageResolver, Job, Prepared
-from runtime.parallel.prepared import RankWeights, prepared_ranks
+from runtime.parallel.prepared import RankWeights
 
 if TYPE_CHECKING:
     from loader.manifest import Manifest
     from runtime.compute import Compute
     from runtime.parallel.connect import Connection
     from runtime.weights import WeightSource
+
+
+def _ignore(group: str) -> None:
+    return None
 
 
 class RankFamily(Family, Protocol):
@@ -29,6 +33,17 @@ class RankFamily(Family, Protocol):
         is_sharded: bool,
     ) -> RankJob:
         """This rank's job. is_sharded: the weights are this rank's shards. Raises: CapabilityError: ranks do not fit."""
+        ...
+
+    def warm_up_on_ranks(
+        self,
+        prepared: Prepared | None,
+        compute: Compute,
+        connection: Connection,
+        hold: Callable[[WeightSource], WeightSource],
+        is_sharded: bool,
+    ) -> None:
+        """This rank's share of a short request on weights of zeros. hold: from stored groups to this rank's."""
         ...
 
 
@@ -57,17 +72,23 @@ class FamilyOnRanks:
     """`runtime.family.Family` over several ranks.
 
     Args:
-        manifest: the directory's own, not a rank's view.
+        manifest: this rank's view. is_sharded: the directory has shards for this number of ranks.
         rank, size: this rank. connection: called when a job starts.
     """
 
     def __init__(
-        self, family: Family, manifest: Manifest, rank: int, size: int, connection: Callable[[], Connection]
+        self,
+        family: Family,
+        manifest: Manifest,
+        is_sharded: bool,
+        rank: int,
+        size: int,
+        connection: Callable[[], Connection],
     ) -> None:
         self.capabilities = family.capabilities
         self._family: Any = family
-        self._groups = manifest.groups
-        self._is_sharded = bool(prepared_ranks(manifest.orders))
+        self._groups = {group for order in manifest.orders.values() for group in order}
+        self._is_sharded = is_sharded
         self._rank, self._size = rank, size
         self._connection = connection
 
@@ -87,18 +108,20 @@ class FamilyOnRanks:
         self._family.import_models()
 
     def warm_up(self, prepared: Prepared | None, compute: Compute) -> None:
-        """With whole weights as on one rank; shards meet their libraries in the first step."""
-        if not self._is_sharded:
-            self._family.warm_up(prepared, compute)
+        """This rank's share of the work, without waiting for the others."""
+        from runtime.parallel.connect import silent_connection
+
+        silent = silent_connection(self._rank, self._size)
+        self._family.warm_up_on_ranks(prepared, compute, silent, self._hold, self._is_sharded)
 
     def start(self, prepared: Prepared, weights: WeightSource, compute: Compute) -> RankJob:
         connection = self._connection()
-        guard = connection.guard
-        held = RankWeights(
-            weights, self._groups, self._rank, self._size, guard.progress if guard else lambda group: None
-        )
+        held = self._hold(weights, connection.guard.progress if connection.guard else _ignore)
         job: RankJob = self._family.start_on_ranks(prepared, held, compute, connection, self._is_sharded)
         return job
+
+    def _hold(self, weights: WeightSource, on_group: Callable[[str], None] = _ignore) -> RankWeights:
+        return RankWeights(weights, self._groups, self._rank, self._size, on_group)
 
 
 def _as_json(body: Mapping[str, object]) -> dict[str, object]:

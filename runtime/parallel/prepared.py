@@ -1,7 +1,8 @@
 """Prepared directories with shards, as one rank sees them. No torch.
 
-Group `<component>/rank-<r>-of-<P>/<name>` holds a rank's parts of tensors that belong to `<component>/<name>`; order
-`<task>/<schedule>/rank-<r>-of-<P>` lists what that rank uses, shared groups and its own.
+Group `<component>/rank-<r>-of-<P>/<name>` holds a rank's parts of tensors that belong to `<component>/<name>`, group
+`<component>/whole/<name>` those of its tensors that other numbers of ranks cut. Order
+`<task>/<schedule>/rank-<r>-of-<P>` lists what that rank uses; `<task>/<schedule>` what one rank uses.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from runtime.weights import WeightSource
 if TYPE_CHECKING:
     from torch import Tensor
 
+WHOLE = "whole"
 _SHARD_ORDER = re.compile(r"(?P<order>.+)/rank-(?P<rank>\d+)-of-(?P<size>\d+)")
 
 
@@ -25,14 +27,14 @@ def shard_name(rank: int, size: int) -> str:
     return f"rank-{rank}-of-{size}"
 
 
-def shard_group(group: str, rank: int, size: int) -> str:
-    """`transformer/blocks.0` -> `transformer/rank-0-of-2/blocks.0`."""
+def shard_prefix(group: str, shard: str) -> str:
+    """`transformer/blocks.0`, `rank-0-of-2` -> `transformer/rank-0-of-2/blocks.0`."""
     component, _, name = group.partition("/")
-    return f"{component}/{shard_name(rank, size)}/{name}"
+    return f"{component}/{shard}/{name}"
 
 
 def prepared_ranks(orders: Mapping[str, object]) -> tuple[int, ...]:
-    """Numbers of ranks that a prepared directory has shards for, ascending."""
+    """Numbers of ranks above one that a prepared directory has shards for, ascending."""
     found = (_SHARD_ORDER.fullmatch(order) for order in orders)
     return tuple(sorted({int(match["size"]) for match in found if match}))
 
@@ -44,7 +46,7 @@ def rank_manifest(manifest: Manifest, rank: int, size: int) -> Manifest:
     Raises: CapabilityError: there are shards, but not for this many ranks.
     """
     sizes = prepared_ranks(manifest.orders)
-    if not sizes:
+    if not sizes or size == 1:
         return manifest
     if size not in sizes:
         raise CapabilityError(
@@ -67,7 +69,7 @@ class RankWeights:
     """One rank's weights under the names of whole groups: the shared tensors of a group and this rank's parts.
 
     Args:
-        groups: names of all groups of the prepared directory.
+        groups: names of all groups that this rank's orders list.
         on_group: called with a group's name when it has arrived.
     """
 
@@ -97,6 +99,11 @@ class RankWeights:
         return all(self._source.is_ready(name) for name in self._names(group))
 
     def _names(self, group: str) -> list[str]:
-        """The group, its shard, or both; an unknown group is left to the source to refuse."""
-        names = [name for name in (group, shard_group(group, self._rank, self._size)) if name in self._groups]
-        return names or [group]
+        """Where the group's tensors are; an unknown group is left to the source to refuse."""
+        shards = (shard_prefix(group, shard) for shard in (WHOLE, shard_name(self._rank, self._size)))
+        return [name for name in (group, *shards) if name in self._groups] or [group]
+
+
+def whole_weights(source: WeightSource, manifest: Manifest) -> WeightSource:
+    """One rank's weights: `source` itself, unless the directory was prepared for several numbers of ranks."""
+    return RankWeights(source, manifest.groups, 0, 1) if prepared_ranks(manifest.orders) else source

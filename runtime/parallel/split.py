@@ -13,6 +13,14 @@ def split_evenly(total: int, parts: int) -> tuple[range, ...]:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """A rank's part of a tensor: row ranges one after the other, or one column range of all rows."""
+
+    rows: tuple[range, ...] | None = None
+    columns: range | None = None
+
+
+@dataclass(frozen=True)
 class RowShards:
     """Rows of one sequence over P ranks: rank r holds `ranges[r]`, possibly none."""
 

@@ -14,7 +14,7 @@ from loader.errors import RequestError
 from runtime.nodes import WorkerStart, run_start
 from runtime.parallel.environment import RankEnvironment
 from runtime.parallel.family import FamilyOnRanks
-from runtime.parallel.prepared import rank_manifest
+from runtime.parallel.prepared import prepared_ranks, rank_manifest
 from runtime.startup import Node, Results
 from runtime.timeline import Timeline
 
@@ -72,7 +72,9 @@ class RankStart(WorkerStart):
         whole = read_manifest(self.directory, self.settings.manifest_sha256 or None)
         manifest = rank_manifest(whole, rank, size)
         family = family_for(manifest, self.directory, self.settings.task, self.settings.schedule)
-        on_ranks = FamilyOnRanks(family, whole, rank, size, self._connected)
+        on_ranks = FamilyOnRanks(
+            family, manifest, size in prepared_ranks(whole.orders), rank, size, self._connected
+        )
         if self.on_family is not None:
             self.on_family(on_ranks)
         self.timeline.note(rank=rank, ranks=size)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from prepare.families.minimax_h3.tree import NATIVE, TASKS, SourceTree, open_tre
 from prepare.family import DTYPES, PrepareOptions
 from prepare.recipe import Recipe
 from prepare.repack import Sources
+from prepare.shards import check_sizes, shard_groups, shard_orders
 from prepare.tokenizer import TOKENIZER_FILES, build_tokenizer, check_vision_ids
 from runtime.families.minimax_h3.config import H3Config, TransformerConfig
+from runtime.families.minimax_h3.shards import check_ranks, cut_of
 from runtime.schedules import DEFAULT_SCHEDULE, named_schedule
 
 
@@ -72,6 +75,11 @@ def open_source(checkpoint: Path, options: PrepareOptions) -> MiniMaxH3Source:
     check_shifts(tree)
     dtype = DTYPES[options.dtype]
     recipe = build_recipe(model, tree.layout, tasks, dtype)
+    sizes = check_sizes(options.ranks)
+    for size in sizes:
+        check_ranks(model, size)
+    cut = partial(cut_of, model)
+    recipe = dataclasses.replace(recipe, groups=shard_groups(recipe.groups, sizes, cut))
     sources = {name: component.tensors for name, component in tree.components.items()}
     check_tensors(sources, recipe.published)
     tokenizer, ids = build_tokenizer(tree.root / "tokenizer")
@@ -82,6 +90,12 @@ def open_source(checkpoint: Path, options: PrepareOptions) -> MiniMaxH3Source:
         for schedule in schedules
         for task in tasks
     ]
+    orders = {
+        f"{table.task}/{table.schedule.name}": loading_order(
+            model, table.task, table.key, table.schedule.evaluations
+        )
+        for table in tables
+    }
     return MiniMaxH3Source(
         root=tree.root,
         layout=tree.layout,
@@ -91,12 +105,7 @@ def open_source(checkpoint: Path, options: PrepareOptions) -> MiniMaxH3Source:
         recipe=recipe,
         tables=tables,
         tokenizer=tokenizer,
-        orders={
-            f"{table.task}/{table.schedule.name}": loading_order(
-                model, table.task, table.key, table.schedule.evaluations
-            )
-            for table in tables
-        },
+        orders=shard_orders(orders, recipe.groups, sizes, cut),
         read_files=_read_files(tree),
         model=model,
     )

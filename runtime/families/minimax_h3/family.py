@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from runtime.families.minimax_h3.packing import pack
 from runtime.families.minimax_h3.request import H3Request, parse_request
 from runtime.families.minimax_h3.tokens import build_token_stream
 from runtime.family import ImageResolver, MediaPlan, Prepared
+from runtime.parallel.prepared import whole_weights
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from loader.manifest import Manifest, ScheduleRecord
     from runtime.compute import Compute
     from runtime.families.minimax_h3.model.job import JobInput
+    from runtime.families.minimax_h3.model.warm_up import MakeJob
     from runtime.family import Job
     from runtime.parallel.connect import Connection
     from runtime.parallel.family import RankJob
@@ -107,6 +109,15 @@ class MiniMaxH3:
         import runtime.families.minimax_h3.model.parts  # noqa: F401 (the import is the work)
 
     def warm_up(self, prepared: Prepared | None, compute: Compute) -> None:
+        from runtime.families.minimax_h3.model.job import H3Job
+        from runtime.families.minimax_h3.model.parts import one_rank
+
+        def make_job(given: JobInput, weights: WeightSource) -> H3Job:
+            return H3Job(given, whole_weights(weights, self._manifest), compute.device, one_rank(compute))
+
+        self._run_on_zeros(prepared, compute, make_job)
+
+    def _run_on_zeros(self, prepared: Prepared | None, compute: Compute, make_job: MakeJob) -> None:
         from runtime.families.minimax_h3.model.warm_up import run_on_zeros
 
         if prepared is None:
@@ -114,12 +125,13 @@ class MiniMaxH3:
             body: dict[str, object] = {"prompt": _TYPICAL_PROMPT, "seed": 0}
             prepared = self.prepare(self.parse(body)) if task == "t2va" else None
         if prepared is not None:
-            run_on_zeros(self._job_input(prepared), self._manifest, compute)
+            run_on_zeros(self._job_input(prepared), self._manifest, compute, make_job)
 
     def start(self, prepared: Prepared, weights: WeightSource, compute: Compute) -> Job:
         from runtime.families.minimax_h3.model.job import H3Job
         from runtime.families.minimax_h3.model.parts import one_rank
 
+        weights = whole_weights(weights, self._manifest)
         return H3Job(self._job_input(prepared), weights, compute.device, one_rank(compute))
 
     def start_on_ranks(
@@ -134,6 +146,22 @@ class MiniMaxH3:
         from runtime.families.minimax_h3.model.ranks_job import RanksJob
 
         return RanksJob(self._job_input(prepared), weights, compute, connection, is_sharded)
+
+    def warm_up_on_ranks(
+        self,
+        prepared: Prepared | None,
+        compute: Compute,
+        connection: Connection,
+        hold: Callable[[WeightSource], WeightSource],
+        is_sharded: bool,
+    ) -> None:
+        """See `runtime.parallel.family.RankFamily`."""
+        from runtime.families.minimax_h3.model.ranks_job import RanksJob
+
+        def make_job(given: JobInput, weights: WeightSource) -> RanksJob:
+            return RanksJob(given, hold(weights), compute, connection, is_sharded)
+
+        self._run_on_zeros(prepared, compute, make_job)
 
     def _job_input(self, prepared: Prepared) -> JobInput:
         from runtime.families.minimax_h3.model.job import JobInput

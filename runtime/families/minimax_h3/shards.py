@@ -11,22 +11,13 @@ Everything else is shared: norms, output projections, the DiT's feed-forward and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from loader.errors import CapabilityError
 from runtime.families.minimax_h3.config import H3Config
-from runtime.parallel.split import split_evenly
+from runtime.parallel.split import Cut, split_evenly
 
 GATHERED_BELOW = 8
 """Ranks from which gathering hidden rows moves more than exchanging projected heads."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A rank's part of a tensor: row ranges one after the other, or one column range of all rows."""
-
-    rows: tuple[range, ...] | None = None
-    columns: range | None = None
 
 
 def check_ranks(config: H3Config, size: int) -> None:
@@ -50,7 +41,9 @@ def cuts_conditioner(config: H3Config, size: int) -> bool:
 
 
 def cut_of(config: H3Config, tensor: str, rank: int, size: int) -> Cut | None:
-    """This rank's part of a prepared tensor, by its name inside its file; None: it is shared."""
+    """This rank's part of a prepared tensor, by its name inside its file; None: every rank has all of it."""
+    if size == 1:
+        return None
     if tensor.startswith("transformer_blocks.") and tensor.endswith(".attn.to_qkv.weight"):
         dit = config.transformer
         own = split_evenly(dit.num_attention_heads, size)[rank] if gathers_hidden(size) else None

@@ -11,9 +11,10 @@ from torch import Tensor
 from runtime.families.minimax_h3.config import H3Config
 from runtime.families.minimax_h3.model.job import JobInput
 from runtime.families.minimax_h3.packing import pack
-from runtime.families.minimax_h3.shards import Cut, cut_of
+from runtime.families.minimax_h3.shards import cut_of
 from runtime.families.minimax_h3.tokens import TokenStream
 from runtime.family import MediaPlan
+from runtime.parallel.split import Cut
 from runtime.schedules import explicit_schedule
 from tests.fakes.weights import DictWeights
 from tests.runtime.families.minimax_h3.small_config import small_config

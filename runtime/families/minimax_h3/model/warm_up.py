@@ -8,7 +8,7 @@ own sizes are used, because attention plans belong to a length.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from torch import Tensor
 from loader.manifest import Manifest
 from runtime.compute import Compute
 from runtime.families.minimax_h3.model.job import H3Job, JobInput
-from runtime.families.minimax_h3.model.parts import one_rank
 from runtime.schedules import Schedule
+from runtime.weights import WeightSource
 
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
 
@@ -50,7 +50,10 @@ class ZeroWeights:
         return True
 
 
-def run_on_zeros(given: JobInput, manifest: Manifest, compute: Compute) -> None:
+MakeJob = Callable[[JobInput, WeightSource], H3Job]
+
+
+def run_on_zeros(given: JobInput, manifest: Manifest, compute: Compute, make_job: MakeJob) -> None:
     """Condition and take one step with one text layer and one block; nothing of it is kept.
 
     Needs the weights of one layer, one block and the prelude once more while it runs: 3.5 GB in the release.
@@ -65,11 +68,8 @@ def run_on_zeros(given: JobInput, manifest: Manifest, compute: Compute) -> None:
         ),
     )
     one_step = Schedule("warm-up", given.schedule.video_sigmas[-2:], given.schedule.audio_sigmas[-2:])
-    job = H3Job(
-        dataclasses.replace(given, config=short, schedule=one_step),
-        ZeroWeights(manifest, compute.device),
-        compute.device,
-        one_rank(compute),
+    job = make_job(
+        dataclasses.replace(given, config=short, schedule=one_step), ZeroWeights(manifest, compute.device)
     )
     job.condition()
     (stage,) = job.stages()
