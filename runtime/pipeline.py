@@ -76,7 +76,7 @@ def generate(
     latents = denoise(job, hooks)
     hooks.on_phase("decoding")
     with timeline.span("decode and encode"):
-        written = _decode(job, latents, output, hooks, encoder or {}, encoders)
+        written = decode_and_write(job, latents, output, hooks, encoder or {}, encoders)
     timeline.mark("mp4_complete")
     return {**job.report(), **written}
 
@@ -108,7 +108,7 @@ def denoise(job: Job, hooks: Hooks) -> Latents:
     return latents
 
 
-def _decode(
+def decode_and_write(
     job: Job,
     latents: Latents,
     output: Path,
@@ -116,7 +116,8 @@ def _decode(
     encoder: Mapping[str, Any],
     encoders: EncoderPool | None,
 ) -> dict[str, object]:
-    """Units go to the encoders as they are decoded; when the last one is, only that one is left to encode."""
+    """Latents to the finished file. Units go to the encoders as they are decoded; when the last one is, only that one is
+    left to encode. Arguments, result and errors as in `generate`."""
     from runtime.media.encode import Mp4Writer
 
     media = job.media
