@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 from starlette.requests import Request
@@ -29,6 +29,8 @@ from runtime.server.views import dynamo_object, job_failure_status, server_timin
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _PREFER_WAIT = re.compile(r"\bwait=(\d{1,5})\b")
 ADMISSION_TIMEOUT_S = 30.0
+
+Validated = tuple[Admitted, dict[str, Picture]]
 
 
 async def create_video(request: Request) -> Response:
@@ -78,7 +80,7 @@ async def _admit(service: Service, request: Request) -> tuple[Job, Canonical, bo
         return known, canon, True
     service.admission.check(owner)
     async with service.admissions:
-        admitted, pictures = await asyncio.to_thread(_validate, service, canon)
+        admitted, pictures = await _in_time(asyncio.to_thread(_validate, service, canon))
     if idempotency is not None and (known := service.store.idempotent(owner, idempotency)):
         return known, canon, True
     service.admission.take(owner)
@@ -88,7 +90,16 @@ async def _admit(service: Service, request: Request) -> tuple[Job, Canonical, bo
     return service.store.get(job.id) or job, canon, False
 
 
-def _validate(service: Service, canon: Canonical) -> tuple[Admitted, dict[str, Picture]]:
+async def _in_time(validation: Awaitable[Validated]) -> Validated:
+    """A picture or an address that keeps a thread busy for too long does not keep the client waiting."""
+    try:
+        return await asyncio.wait_for(validation, ADMISSION_TIMEOUT_S)
+    except TimeoutError:
+        limit = f"{ADMISSION_TIMEOUT_S:g} s"
+        raise ApiError("the request could not be checked in time", status=408, expected=limit) from None
+
+
+def _validate(service: Service, canon: Canonical) -> Validated:
     config = service.config
     pictures = {
         name: load_picture(source.value, source.where, config.max_picture_bytes, service.fetcher)

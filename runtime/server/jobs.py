@@ -324,8 +324,18 @@ class JobStore:
         return self.finish(job_id, ttl_s=ttl_s, error=job_error("interrupted", message, None, 503))
 
     def sweep(self) -> list[Job]:
-        """Remove the files of expired jobs; their records answer 410 for one more time to live, then go."""
-        now = self.clock()
+        """Remove the files of expired jobs; their records answer 410 for one more time to live, then go.
+
+        On a full disk the records stay for the next sweep; files are removed all the same.
+        """
+        try:
+            return self._sweep(self.clock())
+        except sqlite3.OperationalError as error:
+            if not is_storage_error(error):
+                raise
+            return []
+
+    def _sweep(self, now: float) -> list[Job]:
         expired = [job for job in self._select("WHERE expires_at < ?", now) if not job.expired]
         for job in expired:
             shutil.rmtree(self.directory(job.id), ignore_errors=True)

@@ -193,8 +193,14 @@ class Supervisor:
                     extra={"found": event.get("protocol"), "allowed": PROTOCOL},
                 )
                 return self.kill("speaks another protocol")
-            self._note(event)
-            self._on_event(event)
+            try:
+                self._note(event)
+                self._on_event(event)
+            except (ValueError, TypeError, KeyError, AttributeError):
+                log.exception(
+                    "worker sent a message that cannot be handled", extra={"event_kind": event["event"]}
+                )
+                return self.kill("sent a malformed message")
 
     def _note(self, event: dict[str, Any]) -> None:
         match event["event"]:

@@ -4,7 +4,7 @@ Run it with the command line of the real one: `python tests/fakes/worker.py --bu
 depends on marks in the prompt: `[crash@3]` dies at step 3, `[hang@3]` stops answering there, `[gate@3]` waits there
 until the file `$FAKE_GATE` exists, `[refuse]` answers with a bad request, `[broken]` with an internal error,
 `[nofile]` and `[garbage]` are done without a proper file, `[deaf]` ignores cancellation, `[noise]` prints a line that is
-not JSON. Environment: `FAKE_START_EXIT` (exit code at start), `FAKE_LOADING_GATE` (file that ends the loading),
+not JSON, `[malformed]` sends a step that is not a number. Environment: `FAKE_START_EXIT` (exit code at start), `FAKE_LOADING_GATE` (file that ends the loading),
 `FAKE_STEPS`, `FAKE_STEP_S`, `FAKE_LOG` (file that collects one line per operation), `FAKE_FRAMES`.
 """
 
@@ -158,6 +158,8 @@ class FakeWorker:
         if "[refuse]" in prompt:
             error = {"kind": "bad_request", "message": "seed: is cursed", "where": "seed", "http_status": 400}
             return emit(event="error", job=job, error=error)
+        if "[malformed]" in prompt:
+            emit(event="step", job=job, step="first", steps=None)
         if "[noise]" in prompt:
             sys.stdout.write("warning: something chatty\n")
         frames = int(request.get("num_frames") or os.environ.get("FAKE_FRAMES", "124"))

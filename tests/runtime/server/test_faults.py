@@ -64,6 +64,13 @@ def test_a_worker_that_crashes_at_start_is_tried_again(start: Start) -> None:
     assert 'h3_worker_exits_total{code="9"}' in text
 
 
+def test_a_worker_that_talks_nonsense_is_replaced(start: Start) -> None:
+    service = start()
+    job = service.finished(service.create("[malformed]")["id"])
+    assert (job["status"], job["error"]["code"]) == ("failed", "interrupted")
+    assert service.finished(service.create("after")["id"])["status"] == "completed"
+
+
 def test_a_silent_worker_is_replaced(start: Start) -> None:
     service = start(COLDFRAME_SERVE_STALL_TIMEOUT_S="0.3")
     stuck = service.create("[hang@2]")["id"]
