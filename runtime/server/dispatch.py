@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from loader.errors import ArtifactError
 from runtime.server.config import ServerConfig
 from runtime.server.errors import job_error, worker_job_error
 from runtime.server.jobs import QUEUED, RUNNING, Job, JobStore
@@ -226,6 +227,8 @@ class Dispatcher:
             for job in self._store.active():
                 self._finish(job.id, failure)
         self._metrics.count("h3_worker_exits_total", code=str(code))
+        if code == ArtifactError.exit_code:
+            self._metrics.count("h3_checksum_failures_total")
         self._idle.set()
 
     # ---- time

@@ -27,6 +27,7 @@ TYPES: Mapping[str, tuple[str, str]] = {
     "h3_first_dit_forward_seconds": ("gauge", "First entry of the DiT in the last start"),
     "h3_worker_starts_total": ("counter", "Workers started"),
     "h3_worker_exits_total": ("counter", "Workers ended, by exit code"),
+    "h3_checksum_failures_total": ("counter", "Workers that refused a damaged prepared directory"),
     "h3_worker_ready": ("gauge", "1 when the prepared plan can run without waiting"),
     "h3_weights_loaded_bytes": ("gauge", "Weights in place"),
     "h3_weights_total_bytes": ("gauge", "Weights that a start brings in"),

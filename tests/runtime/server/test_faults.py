@@ -53,6 +53,7 @@ def test_a_worker_that_cannot_run_here_is_not_restarted(start: Start, code: int)
     assert response.status_code == 503
     assert response.json()["error"]["code"] == {3: "bad_artifact", 4: "unavailable_capability"}[code]
     assert "/secret/path" not in response.text
+    assert ("h3_checksum_failures_total 1" in service.client.get("/metrics").text) == (code == 3)
     assert len([line for line in service.worker_lines() if line.startswith("start")]) == 1
 
 
