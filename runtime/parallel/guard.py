@@ -182,7 +182,9 @@ class Guard:
             self._fail(self._furthest_behind(), f"no progress for {self._times.limit_s:g} s; here: {doing}")
 
     def _furthest_behind(self) -> int:
-        """The rank with the least progress: the others wait for it."""
+        """A rank that is silent, or else the one with the least progress: the others wait for it."""
+        if silent := self._silent_ranks(3 * self._times.beat_s):
+            return silent[0]
         progress = [json.loads(beat)[1] if beat else 0 for beat, _ in self._beats]
         return progress.index(min(progress))
 

@@ -22,7 +22,7 @@ class Team:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.folder, self.calls = folder, 0
+        self.folder, self.calls, self.port = folder, 0, port
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.runtime.parallel.rank_process"],
@@ -68,7 +68,7 @@ class Team:
 
     def answers(self) -> list[dict[str, Any]]:
         """The next answer of every rank; what it wrote to stderr if it ended instead."""
-        return [self._answer(process) for process in self.processes]
+        return [self.answer(rank) for rank in range(len(self.processes))]
 
     def last_result(self, rank: int) -> Path:
         """File of what the last call returned."""
@@ -88,7 +88,9 @@ class Team:
                 assert stream is not None
                 stream.close()
 
-    def _answer(self, process: subprocess.Popen[str]) -> dict[str, Any]:
+    def answer(self, rank: int) -> dict[str, Any]:
+        """One rank's next answer."""
+        process = self.processes[rank]
         assert process.stdout is not None
         assert process.stderr is not None
         line = process.stdout.readline()
