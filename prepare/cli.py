@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from loader.errors import RequestError, WorkerError
-from prepare.family import DTYPES, PrepareOptions
+from prepare.family import DTYPES, VAE_LINEARS, PrepareOptions
 from prepare.progress import Progress, format_seconds, terminal_renderer
 
 
@@ -55,6 +55,12 @@ def _prepare_parser() -> argparse.ArgumentParser:
         "--dtype", choices=tuple(DTYPES), default="bfloat16", help="type of the stored matrices"
     )
     parser.add_argument(
+        "--vae-linears",
+        choices=tuple(VAE_LINEARS),
+        default="float16",
+        help="type of the video decoder's block matrices (published: float32; with --dtype float32 always that)",
+    )
+    parser.add_argument(
         "--adaln", choices=("canonical", "match"), default="canonical", help="how tables are rounded"
     )
     parser.add_argument("--device", default="cpu", help="where `--adaln match` computes them")
@@ -74,6 +80,13 @@ def _prepare_parser() -> argparse.ArgumentParser:
         default=[],
         help="number of GPUs per request to store shards for; repeatable (default: 1, nothing is cut)",
     )
+    parser.add_argument(
+        "--kernels",
+        action="append",
+        default=[],
+        metavar="ARCHITECTURE",
+        help="compile the fused operators for it, e.g. sm_90a; repeatable (default: none; needs triton)",
+    )
     parser.add_argument("--replace", action="store_true", help="replace an existing prepared directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -88,12 +101,14 @@ def _prepare(args: argparse.Namespace) -> None:
         tasks=tuple(args.task),
         schedules=tuple(args.schedule),
         dtype=args.dtype,
+        vae_linears=args.vae_linears,
         adaln=args.adaln,
         device=args.device,
         variant=args.variant,
         repository=args.repository,
         revision=args.revision,
         ranks=tuple(sorted(set(args.ranks))) or (1,),
+        kernels=tuple(sorted(set(args.kernels))),
         max_file_bytes=int(args.max_file_gib * (1 << 30)),
         workers=args.workers,
     )

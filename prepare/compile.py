@@ -6,6 +6,7 @@ it. The result depends on the sources, the compiler and the sizes only.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -22,6 +23,22 @@ from loader.errors import CapabilityError
 KERNEL_FOLDER = "kernels"
 
 
+def require_compiler(architectures: Sequence[str]) -> None:
+    """Whether these architectures can be compiled here; asked before anything is written.
+
+    Raises: CapabilityError: unknown architecture, or the compiler is not installed.
+    """
+    unknown = sorted(set(architectures) - set(ARCHITECTURES))
+    if unknown:
+        raise CapabilityError("unknown architecture", found=unknown, expected=sorted(ARCHITECTURES))
+    if architectures and importlib.util.find_spec("triton") is None:
+        raise CapabilityError(
+            "kernels cannot be compiled: triton is not installed",
+            where=", ".join(architectures),
+            hint="pip install triton, or prepare without --kernels: the eager operators run instead",
+        )
+
+
 def compile_kernels(
     directory: Path, sizes: ModelSizes, architectures: Sequence[str], *, jobs: int = 1
 ) -> list[dict[str, Any]]:
@@ -34,9 +51,7 @@ def compile_kernels(
     Raises: CapabilityError: unknown architecture, no compiler installed, or the compiler failed (ends with its
     last lines). ArtifactError: the index it wrote is not what this version expects.
     """
-    unknown = sorted(set(architectures) - set(ARCHITECTURES))
-    if unknown:
-        raise CapabilityError("unknown architecture", found=unknown, expected=sorted(ARCHITECTURES))
+    require_compiler(architectures)
     if not architectures:
         return []
     folder = directory / KERNEL_FOLDER

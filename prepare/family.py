@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from kernels.catalog import ModelSizes
 from loader.errors import RequestError
 from prepare.adaln import Table
 from prepare.recipe import Recipe
@@ -20,6 +21,7 @@ from runtime.families.minimax_h3.config import TransformerConfig
 FAMILIES = {"minimax_h3": "prepare.families.minimax_h3.source"}
 
 DTYPES = {"bfloat16": "BF16", "float32": "F32"}
+VAE_LINEARS = {"float16": "F16", "float32": "F32"}
 
 
 @dataclass(frozen=True)
@@ -28,20 +30,25 @@ class PrepareOptions:
 
     tasks, schedules: empty means what the checkpoint's release is for.
     dtype: `bfloat16` stores published types, `float32` widens everything.
+    vae_linears: the video decoder's block linears, published in float32. `float16` rounds them once, as the published
+        fast path does before every product: half the bytes, the same pixels on a GPU. `dtype` float32 keeps them.
     adaln: how tables are computed; `device` only matters for `match`.
     ranks: numbers of ranks that the directory serves; with just 1 nothing is cut, and it serves any number whole.
+    kernels: architectures to compile the operators for, see `kernels.catalog.ARCHITECTURES`.
     max_file_bytes: weight files are cut before this size. workers: files written at the same time; 0 = by CPUs.
     """
 
     tasks: tuple[str, ...] = ()
     schedules: tuple[str, ...] = ()
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    vae_linears: Literal["float16", "float32"] = "float16"
     adaln: Literal["canonical", "match"] = "canonical"
     device: str = "cpu"
     variant: Literal["auto", "base", "fasth3"] = "auto"
     repository: str = ""
     revision: str = ""
     ranks: tuple[int, ...] = (1,)
+    kernels: tuple[str, ...] = ()
     max_file_bytes: int = 8 << 30
     workers: int = 0
 
@@ -62,6 +69,7 @@ class FamilySource(Protocol):
     orders: Mapping[str, Sequence[str]]
     read_files: Sequence[Path]
     modulation: TransformerConfig
+    kernel_sizes: ModelSizes
 
     def config(self) -> dict[str, Any]:
         """Sizes of all networks, as the manifest stores them."""

@@ -16,9 +16,11 @@ from pathlib import Path
 from loader.errors import ArtifactError
 from loader.manifest import MANIFEST_NAME, encode_manifest
 from prepare.adaln import ProjectionSource, TableFile, projection_bytes, write_tables
+from prepare.compile import require_compiler
 from prepare.digests import FileDigests
 from prepare.family import DTYPES, FamilySource, PrepareOptions, open_source
 from prepare.file_plan import PlannedFile, plan_weight_files
+from prepare.kernel_files import kernel_entries, kernel_files, write_kernels
 from prepare.progress import Progress, ProgressReport
 from prepare.publish import FreeBytes, Staging, free_disk_bytes, open_staging
 from prepare.repack import PIECE_BYTES, SourceReader, write_prepared_file
@@ -61,6 +63,7 @@ def prepare_checkpoint(
     """
     started = time.monotonic()
     options = options or PrepareOptions()
+    require_compiler(options.kernels)
     source = open_source(checkpoint, options)
     plans = plan_weight_files(source.recipe.groups, source.family, options.max_file_bytes)
     with open_staging(
@@ -74,7 +77,8 @@ def prepare_checkpoint(
         with staging.new_file(MANIFEST_NAME) as file:
             file.write(manifest)
         staging.publish()
-    sizes = [digests.size for _, digests in written.files] + [written.tokenizer.size, len(manifest)]
+    written_files = (*written.files, *written.kernel_files)
+    sizes = [digests.size for _, digests in written_files] + [written.tokenizer.size, len(manifest)]
     return PrepareResult(
         target=target,
         manifest_sha256=hashlib.sha256(manifest).hexdigest(),
@@ -141,6 +145,7 @@ class _Run:
         with ThreadPoolExecutor(self._num_workers(), thread_name_prefix="prepare") as pool:
             jobs += [pool.submit(self._write_weights, plan) for plan in self._plans]
             jobs += [pool.submit(self._hash_sources, paths) for paths in self._hash_units]
+            jobs.append(pool.submit(self._write_kernels))
             try:
                 wait(jobs, return_when=FIRST_EXCEPTION)
             finally:
@@ -154,6 +159,8 @@ class _Run:
             files=[(plan, self._digests(plan.path)) for plan in self._all_plans()],
             tokenizer=self._digests(TOKENIZER_PATH),
             weights_sha256=str(self._staging.finished(_TABLES)["weights_sha256"]),
+            kernels=kernel_entries(self._staging),
+            kernel_files=kernel_files(self._staging),
         )
 
     def source_files(self) -> dict[str, Mapping[str, object]]:
@@ -232,6 +239,10 @@ class _Run:
         }
         summary = {"weights_sha256": sha256, "warnings": zero_warnings(scan.zero_tensors())}
         self._staging.finish({**records, _TABLES: summary})
+
+    def _write_kernels(self) -> None:
+        architectures = self._options.kernels
+        write_kernels(self._staging, self._source.kernel_sizes, architectures, min(4, self._num_workers()))
 
     def _write_tokenizer(self) -> None:
         if self._is_done(TOKENIZER_PATH):

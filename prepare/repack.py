@@ -1,6 +1,6 @@
 """Stream published tensors into one prepared file: row ranges in, bytes, digests and finite check out.
 
-Memory: one buffer of `PIECE_BYTES` (and its widened form) per call, whatever the size of tensor, file or checkpoint.
+Memory: one buffer of `PIECE_BYTES` (and its converted form) per call, whatever the size of tensor, file or checkpoint.
 """
 
 from __future__ import annotations
@@ -87,13 +87,21 @@ class SourceReader:
 def output_pieces(
     tensor: OutputTensor, reader: SourceReader, sources: Sources, scan: FiniteScan
 ) -> Iterator[memoryview]:
-    """Bytes of one prepared tensor, in order, each piece scanned and, for float32 output, widened."""
+    """Bytes of one prepared tensor, in order, each piece scanned and brought to the output's type."""
     for rows in tensor.parts:
         dtype = sources[rows.component][rows.tensor].dtype
         for piece in reader.pieces(rows):
             words = as_words(piece, dtype)
-            scan.check(f"{rows.component}/{rows.tensor}", dtype, words)
-            yield piece if dtype == tensor.spec.dtype else widen(words)
+            name = f"{rows.component}/{rows.tensor}"
+            scan.check(name, dtype, words)
+            if dtype == tensor.spec.dtype:
+                yield piece
+            elif tensor.spec.dtype == "F16":
+                narrow = to_float16(words)
+                scan.check(name, "F16", as_words(narrow, "F16"))  # values beyond 65504 became infinite
+                yield narrow
+            else:
+                yield widen(words)
 
 
 def cut_columns(piece: memoryview, row_bytes: int, columns: tuple[int, int], width: int) -> memoryview:
@@ -116,6 +124,14 @@ def widen(words: np.ndarray) -> memoryview:
     import numpy as np
 
     return (words.astype(np.uint32) << np.uint32(16)).data.cast("B")
+
+
+def to_float16(words: np.ndarray) -> memoryview:
+    """float32 bit patterns -> float16 bytes, nearest even; values beyond its range become infinite."""
+    import numpy as np
+
+    with np.errstate(over="ignore"):
+        return words.view(np.float32).astype(np.float16).data.cast("B")
 
 
 def write_prepared_file(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 # Per dtype: all bits but the sign; an exponent of ones starts at the second value.
-_MASKS = {"BF16": (0x7FFF, 0x7F80), "F32": (0x7FFF_FFFF, 0x7F80_0000)}
+_MASKS = {"BF16": (0x7FFF, 0x7F80), "F16": (0x7FFF, 0x7C00), "F32": (0x7FFF_FFFF, 0x7F80_0000)}
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Check a prepared directory against its manifest, completely: every byte, header, digest, tokenizer id and table entry.
+"""Check a prepared directory against its manifest, completely: every byte, header, digest, tokenizer id, table entry.
 
 All problems are listed, not only the first. Memory is bounded by one 16 MiB chunk per worker.
 """
@@ -19,6 +19,7 @@ from prepare.digests import edge_digest
 from prepare.repack import as_words
 from prepare.scan import FiniteScan
 from prepare.tokenizer import check_tokenizer
+from prepare.validate_compiled import compiled_problems
 from prepare.writer import TOKENIZER_PATH
 
 _READ_BYTES = 4 << 20
@@ -52,7 +53,7 @@ def validate_directory(
     with ThreadPoolExecutor(workers, thread_name_prefix="validate") as pool:
         checks = pool.map(lambda index: _check_file(manifest, index, advance), range(len(manifest.files)))
         problems += [problem for found in checks for problem in found]
-    problems += _schedules(manifest)
+    problems += [*_schedules(manifest), *compiled_problems(manifest)]
     return ValidationReport(
         manifest.sha256,
         len(manifest.files),
@@ -77,7 +78,7 @@ def require_valid(report: ValidationReport, directory: Path) -> None:
 
 def _unlisted(directory: Path, manifest: Manifest) -> Iterator[str]:
     listed = {MANIFEST_NAME, *(file.path for file in manifest.files)}
-    listed |= {str(entry["path"]) for entry in (*manifest.kernels, *manifest.plans) if "path" in entry}
+    listed |= {str(entry["path"]) for entry in manifest.plans if "path" in entry}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         if not path.is_dir() and name not in listed:

@@ -18,11 +18,16 @@ TOKENIZER_PATH = "tokenizer/tokenizer.json"
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """Everything that was written: planned files with their digests, in manifest order, and the tokenizer's."""
+    """Everything that was written: planned files with their digests, in manifest order, the tokenizer's, kernels.
+
+    kernels: the manifest's entries. kernel_files: path and digests of their files, index included.
+    """
 
     files: Sequence[tuple[PlannedFile, FileDigests]]
     tokenizer: FileDigests
     weights_sha256: str
+    kernels: Sequence[Mapping[str, Any]] = ()
+    kernel_files: Sequence[tuple[str, FileDigests]] = ()
 
 
 def build_manifest(
@@ -58,13 +63,17 @@ def build_manifest(
             **source.row_layout(),
             "fused": {name: list(parts) for name, parts in source.recipe.fused.items()},
         },
-        "files": [*(_file(plan, digests) for plan, digests in written.files), _plain_file(written.tokenizer)],
+        "files": [
+            *(_file(plan, digests) for plan, digests in written.files),
+            _plain_file(TOKENIZER_PATH, written.tokenizer),
+            *(_plain_file(path, digests) for path, digests in written.kernel_files),
+        ],
         "tensors": dict(_tensors(written.files, tables)),
         "groups": list(_groups(written.files)),
         "components": _components(written.files),
         "schedules": [_schedule(table, options.adaln, written.weights_sha256) for table in source.tables],
         "orders": {name: list(order) for name, order in source.orders.items()},
-        "kernels": [],
+        "kernels": list(written.kernels),
         "plans": [],
     }
 
@@ -78,6 +87,10 @@ def byte_options(source: FamilySource, options: PrepareOptions) -> dict[str, obj
         "schedules": [*dict.fromkeys(table.schedule.name for table in source.tables)],
         "tasks": list(source.tasks),
     }
+    if options.dtype != "float32":
+        result["vae_linears"] = options.vae_linears
+    if options.kernels:
+        result["kernels"] = list(options.kernels)
     if options.ranks != (1,):
         result["ranks"] = list(options.ranks)
     if options.adaln == "match":
@@ -112,9 +125,9 @@ def _file(plan: PlannedFile, digests: FileDigests) -> dict[str, object]:
     }
 
 
-def _plain_file(digests: FileDigests) -> dict[str, object]:
+def _plain_file(path: str, digests: FileDigests) -> dict[str, object]:
     nothing = {"data_start": None, "chunk_bytes": None, "chunks": None}
-    return {"path": TOKENIZER_PATH, "size": digests.size, "sha256": digests.sha256, **nothing}
+    return {"path": path, "size": digests.size, "sha256": digests.sha256, **nothing}
 
 
 def _tensors(

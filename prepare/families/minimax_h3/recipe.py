@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,10 @@ _FUSED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 
+_BLOCK_LINEAR = re.compile(
+    r"decoder\.transformer_blocks\.\d+\.(attn\.to_qkv|attn\.to_out\.0|ff\.net\.0\.proj|ff\.net\.2)\.(weight|bias)"
+)
+
 
 @dataclass(frozen=True)
 class _Place:
@@ -43,12 +48,15 @@ class _Place:
     excluded: tuple[str, ...] = ()
 
 
-def build_recipe(config: H3Config, layout: str, tasks: Collection[str], dtype: str) -> Recipe:
+def build_recipe(
+    config: H3Config, layout: str, tasks: Collection[str], dtype: str, vae_linears: str = "F32"
+) -> Recipe:
     """Everything prepare writes for `tasks`.
 
     Args:
         layout: of the checkpoint, `"native"` or `"diffusers"`; output names and bytes do not depend on it.
         dtype: `"BF16"` keeps the published types; `"F32"` stores every tensor as float32.
+        vae_linears: of the video decoder's block linears, `"F32"` as published or `"F16"`; not with `dtype` `"F32"`.
     """
     logical = published_tensors(config)
     published = native_tensors(config, logical) if layout == NATIVE else logical
@@ -62,7 +70,10 @@ def build_recipe(config: H3Config, layout: str, tasks: Collection[str], dtype: s
                 for part in parts
                 for row in _rows(layout, place.source, part, logical[place.source][part], config)
             )
-            outputs.append(OutputTensor(name, _output_spec(logical[place.source], parts, dtype), rows))
+            spec = _output_spec(logical[place.source], parts, dtype)
+            if dtype != "F32" and place.source == VIDEO_VAE and _BLOCK_LINEAR.fullmatch(name):
+                spec = TensorSpec(vae_linears, spec.shape)
+            outputs.append(OutputTensor(name, spec, rows))
             used[place.source].update(row.tensor for row in rows)
         groups.append(OutputGroup(place.group, place.component, tuple(outputs), place.needed_by))
     dropped = {

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kernels.catalog import ModelSizes
 from loader.errors import CapabilityError, RequestError
 from prepare.accounting import check_tensors
 from prepare.adaln import Table, plan_table
@@ -19,7 +20,7 @@ from prepare.families.minimax_h3.native import native_name
 from prepare.families.minimax_h3.published import TRANSFORMER
 from prepare.families.minimax_h3.recipe import LAYOUT, build_recipe, loading_order
 from prepare.families.minimax_h3.tree import NATIVE, TASKS, SourceTree, open_tree
-from prepare.family import DTYPES, PrepareOptions
+from prepare.family import DTYPES, VAE_LINEARS, PrepareOptions
 from prepare.recipe import Recipe
 from prepare.repack import Sources
 from prepare.shards import check_sizes, shard_groups, shard_orders
@@ -51,6 +52,13 @@ class MiniMaxH3Source:
     def modulation(self) -> TransformerConfig:
         return self.model.transformer
 
+    @property
+    def kernel_sizes(self) -> ModelSizes:
+        dit, text = self.model.transformer, self.model.text
+        return ModelSizes(
+            dit.hidden_size, dit.attention_head_dim, dit.rotary_dim, text.hidden_size, text.head_dim
+        )
+
     def config(self) -> dict[str, Any]:
         as_json: dict[str, Any] = json.loads(json.dumps(self.model.to_dict()))
         return as_json
@@ -74,7 +82,7 @@ def open_source(checkpoint: Path, options: PrepareOptions) -> MiniMaxH3Source:
     model = read_config(tree)
     check_shifts(tree)
     dtype = DTYPES[options.dtype]
-    recipe = build_recipe(model, tree.layout, tasks, dtype)
+    recipe = build_recipe(model, tree.layout, tasks, dtype, VAE_LINEARS[options.vae_linears])
     sizes = check_sizes(options.ranks)
     for size in sizes:
         check_ranks(model, size)
