@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,20 +28,20 @@ def service(tmp_path_factory: pytest.TempPathFactory, mp4: Path) -> Iterator[Ser
         "COLDFRAME_SERVE_MAX_ACTIVE_PER_KEY": "1000",
     }
     process = ServiceProcess(tmp_path_factory.mktemp("service"), env)
-    yield process.ready()
-    process.close()
+    try:
+        yield process.ready()
+    finally:
+        process.close()
 
 
 @pytest.fixture
 def start(tmp_path: Path, mp4: Path) -> Iterator[Callable[..., ServiceProcess]]:
     """Start services with settings of a test's own; a second one of the same test takes over the state."""
-    started: list[ServiceProcess] = []
+    with contextlib.ExitStack() as started:  # the last one first, and all of them whatever happens
 
-    def start_one(**env: str) -> ServiceProcess:
-        process = ServiceProcess(tmp_path, {"FAKE_MP4": str(mp4), **env})
-        started.append(process)
-        return process
+        def start_one(**env: str) -> ServiceProcess:
+            process = ServiceProcess(tmp_path, {"FAKE_MP4": str(mp4), **env})
+            started.callback(process.close)
+            return process
 
-    yield start_one
-    for process in reversed(started):
-        process.close()
+        yield start_one

@@ -66,9 +66,11 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealService]:
     ):
         subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environ, check=True, capture_output=True)
     service = RealService(directory)
-    until(lambda: service.client.get("/ready").status_code == 200, "the worker is ready", 120)
-    yield service
-    service.close()
+    try:
+        until(lambda: service.client.get("/ready").status_code == 200, "the worker is ready", 120)
+        yield service
+    finally:
+        service.close()
 
 
 def finished(service: RealService, video: str) -> dict[str, Any]:
