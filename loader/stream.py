@@ -105,10 +105,10 @@ class WeightStream:
         """Wait for everything; full names, or the names inside the files of one component, to views."""
         self.wait_all()
         if component is None:
-            return {name: self._view(name) for name in self.plan.tensors}
+            return {name: self._view(name) for name in self._group_of}
         return {
-            tensor.local_name: self._view(name)
-            for name, tensor in self.plan.tensors.items()
+            self.plan.tensors[name].local_name: self._view(name)
+            for name in self._group_of
             if name.startswith(component + "/")
         }
 
