@@ -19,6 +19,7 @@ from runtime.timeline import Timeline
 
 if TYPE_CHECKING:
     from loader.manifest import Manifest
+    from loader.options import StreamOptions
     from loader.reader_link import ChildReader
     from loader.stream import WeightStream
     from runtime.compute import Compute
@@ -67,6 +68,7 @@ class WorkerStart:
         self.on_family = on_family
         self.directory = Path(settings.bundle)
         self.device = choose_device(settings.device)
+        self.order = ""
         self.weights: WeightSet | None = None
         self.spawned: ChildReader | None = None
 
@@ -113,31 +115,34 @@ class WorkerStart:
         return manifest, family
 
     def load(self, results: Results) -> WeightSet:
-        from loader.load_plan import plan_load
-        from loader.options import StreamOptions
-        from loader.stream import start
         from runtime.weights import WeightSet
 
         manifest, family = results["manifest"]
-        options = StreamOptions(
+        self.order = order = family.likely_order(self.body)
+        self.weights = WeightSet(lambda groups: self.start_stream(manifest, groups))
+        self.weights.ensure(manifest.orders[order])
+        entry = _entry_bytes(manifest, manifest.orders[order])
+        self.timeline.note(order=order, device=self.device, entry_bytes=entry)
+        return self.weights
+
+    def start_stream(self, manifest: Manifest, groups: Sequence[str]) -> WeightStream:
+        from loader.load_plan import plan_load
+        from loader.stream import start
+
+        reader, self.spawned = self.spawned, None  # the first stream takes the reader over
+        plan = plan_load(manifest, groups)
+        return start(plan, self.directory, device=self.device, options=self.stream_options(), reader=reader)
+
+    def stream_options(self) -> StreamOptions:
+        from loader.options import StreamOptions
+
+        return StreamOptions(
             verify=self.settings.verify,
             ring_bytes=round(self.settings.ring_gib * 2**30) // 4096 * 4096 or None,
             threads=self.settings.reader_threads or None,
             storage_gbps=self.settings.storage_gbps or None,
             path=self.settings.loader_path or None,
         )
-
-        def start_stream(groups: Sequence[str]) -> WeightStream:
-            reader, self.spawned = self.spawned, None  # the first stream takes the reader over
-            plan = plan_load(manifest, groups)
-            return start(plan, self.directory, device=self.device, options=options, reader=reader)
-
-        self.weights = WeightSet(start_stream)
-        order = family.likely_order(self.body)
-        self.weights.ensure(manifest.orders[order])
-        entry = _entry_bytes(manifest, manifest.orders[order])
-        self.timeline.note(order=order, device=self.device, entry_bytes=entry)
-        return self.weights
 
     def stop_loading(self) -> None:
         if self.weights is not None:

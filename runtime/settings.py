@@ -32,6 +32,7 @@ class Settings:
         reader_threads: 0: chosen from the machine.
         storage_gbps: throttle for experiments, in 10^9 bytes per second; 0: none.
         loader_path: force a rung of the loader's fallback ladder (A to E); empty: probed.
+        host_reader: with several GPUs, `shared`: one reader and one ring for the host's ranks; `own`: one each.
         rank_limit_s: with several ranks, silence or a step that counts as a hang; longer than the longest step.
         encoder_processes: H.264 encoders beside the worker; 0: chosen from the machine.
         encoder_codec: `libx264`, or `h264_nvenc` where the GPU has an encoder.
@@ -52,6 +53,7 @@ class Settings:
     reader_threads: int = 0
     storage_gbps: float = 0.0
     loader_path: str = ""
+    host_reader: str = "shared"
     rank_limit_s: float = 300.0
     encoder_processes: int = 0
     encoder_codec: str = "libx264"
@@ -66,6 +68,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "task": ("t2va", "fl2va"),
     "verify": ("edges", "full", "auto"),
     "encoder_codec": ("libx264", "h264_nvenc"),
+    "host_reader": ("shared", "own"),
     "loader_path": ("", "A", "B", "C", "D", "E"),
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
 }

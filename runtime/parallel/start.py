@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loader.errors import RequestError
@@ -19,6 +19,8 @@ from runtime.startup import Node, Results
 from runtime.timeline import Timeline
 
 if TYPE_CHECKING:
+    from loader.manifest import Manifest
+    from loader.stream import WeightStream
     from runtime.engine import Engine
     from runtime.family import Family, ImageResolver, Prepared
     from runtime.parallel.connect import Connection
@@ -56,6 +58,7 @@ class RankStart(WorkerStart):
         super().__init__(*arguments)
         self.environment = environment
         self.connection: Connection | None = None
+        self.whole: Manifest | None = None
 
     def nodes(self) -> list[Node]:
         return [
@@ -69,7 +72,7 @@ class RankStart(WorkerStart):
         from runtime.family import family_for
 
         rank, size = self.environment.rank, self.environment.size
-        whole = read_manifest(self.directory, self.settings.manifest_sha256 or None)
+        self.whole = whole = read_manifest(self.directory, self.settings.manifest_sha256 or None)
         manifest = rank_manifest(whole, rank, size)
         family = family_for(manifest, self.directory, self.settings.task, self.settings.schedule)
         on_ranks = FamilyOnRanks(
@@ -79,6 +82,34 @@ class RankStart(WorkerStart):
             self.on_family(on_ranks)
         self.timeline.note(rank=rank, ranks=size)
         return manifest, on_ranks
+
+    def reader(self, results: Results) -> None:
+        """One for the host's ranks, or one each."""
+        if not self.shares_reader or self.environment.local_rank == 0:
+            super().reader(results)
+
+    @property
+    def shares_reader(self) -> bool:
+        """On the CPU every rank needs the bytes in memory of its own, so nothing would be gained."""
+        is_forced = bool(self.settings.loader_path) or self.settings.host_reader == "own"
+        return self.device == "cuda" and self.environment.local_size > 1 and not is_forced
+
+    def start_stream(self, manifest: Manifest, groups: Sequence[str]) -> WeightStream:
+        """The first load is every rank's and shared; what a later request needs besides, each rank reads itself."""
+        if self.weights is not None or not self.shares_reader or self.whole is None:
+            return super().start_stream(manifest, groups)
+        from runtime.parallel.shared_load import start_shared
+
+        reader, self.spawned = self.spawned, None
+        return start_shared(
+            self.environment,
+            self.whole,
+            self.order,
+            self.directory,
+            self.device,
+            self.stream_options(),
+            reader,
+        )
 
     def ranks(self, results: Results) -> Connection:
         from runtime.parallel.connect import connect

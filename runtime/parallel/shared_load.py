@@ -1,0 +1,59 @@
+"""Weights of a host's ranks through one reader. Standard library only: runs before torch is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loader.host_link import join_host, socket_address
+from loader.host_plan import host_plan
+from loader.host_reader import HostReader
+from loader.load_plan import plan_load
+from loader.stream import start
+from runtime.parallel.environment import RankEnvironment
+from runtime.parallel.prepared import rank_manifest
+
+if TYPE_CHECKING:
+    from loader.manifest import Manifest
+    from loader.options import StreamOptions
+    from loader.reader_link import ChildReader
+    from loader.stream import WeightStream
+
+JOIN_S = 60.0
+
+
+def start_shared(
+    environment: RankEnvironment,
+    manifest: Manifest,
+    order: str,
+    directory: Path,
+    device: str,
+    options: StreamOptions,
+    reader: ChildReader | None = None,
+) -> WeightStream:
+    """This rank's stream of a load that all ranks of the host start alike. Returns when the first rank's reader is there.
+
+    Args:
+        manifest: the directory's own, not a rank's view. order: key into this rank's view of its orders.
+        reader: on the host's first rank, one that was spawned early.
+    Raises: OSError: no shared memory or no child process on the first rank. InternalError: it did not come.
+    """
+    shared = host_plan([plan_load(manifest, groups) for groups in _orders(environment, manifest, order)])
+    address = socket_address(environment.run_id, environment.host_ranks.start)
+    if environment.local_rank == 0:
+        HostReader(shared, directory, options, address, reader)
+    link = join_host(address, environment.local_rank, JOIN_S)
+    return start(
+        shared.members[environment.local_rank],
+        directory,
+        device=device,
+        options=replace(options, ring_bytes=link.ring_bytes, slot_bytes=link.slot_bytes),
+        reader=link,
+    )
+
+
+def _orders(environment: RankEnvironment, manifest: Manifest, order: str) -> list[Sequence[str]]:
+    views = (rank_manifest(manifest, rank, environment.size) for rank in environment.host_ranks)
+    return [view.orders[order] for view in views]

@@ -1,0 +1,84 @@
+"""The start of two ranks on one host, as threads with fake devices, on a directory with shards."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+
+from loader.manifest import read_manifest
+from loader.options import StreamOptions
+from runtime.parallel.environment import RankEnvironment
+from runtime.parallel.prepared import RankWeights
+from runtime.parallel.shared_load import start_shared
+from runtime.weights import WeightSet
+from tests.fakes.driver import FakeDriver
+from tests.loader.prepared import write_prepared
+from tests.loader.rungs import raw_bytes
+
+LAYOUT = {
+    "dit": [
+        {"dit/prelude": {"proj": ("F32", (64, 33))}, "dit/blocks.0": {"w": ("F32", (500, 7))}},
+        {"dit/rank-0-of-2/blocks.0": {"rank-0-of-2/q": ("F32", (130, 7))}},
+        {"dit/rank-1-of-2/blocks.0": {"rank-1-of-2/q": ("F32", (130, 7))}},
+    ]
+}
+ORDERS = {
+    f"t/s/rank-{rank}-of-2": ["dit/prelude", "dit/blocks.0", f"dit/rank-{rank}-of-2/blocks.0"]
+    for rank in range(2)
+}
+
+
+def test_ranks_share_a_reader_and_see_whole_groups(tmp_path: Path) -> None:
+    prepared = write_prepared(tmp_path, LAYOUT, ORDERS)
+    manifest = read_manifest(tmp_path)
+    run, drivers = uuid.uuid4().hex, [FakeDriver(seed=rank) for rank in range(2)]
+    found: dict[int, dict[str, bytes]] = {}
+    read: list[int] = []
+
+    def start(rank: int) -> None:
+        environment = RankEnvironment(rank, 2, rank, 2, run_id=run)
+        options = StreamOptions(driver=drivers[rank], threads=2)
+        stream = start_shared(environment, manifest, "t/s", tmp_path, "cuda", options)
+        weights = WeightSet(lambda groups: stream)
+        weights.ensure(ORDERS[f"t/s/rank-{rank}-of-2"])
+        block = RankWeights(weights, manifest.groups, rank, 2).tensors("dit/blocks.0")
+        drivers[rank].caller.synchronize()
+        found[rank] = {name: raw_bytes(tensor) for name, tensor in block.items()}
+        stream.wait_all()
+        read.extend(mark.bytes for mark in stream.marks() if mark.name.startswith("reader used"))
+        del block
+        stream.close()
+
+    threads = [threading.Thread(target=start, args=(rank,)) for rank in (1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for rank in range(2):
+        assert found[rank]["w"] == prepared.content["dit/w"]
+        assert found[rank]["q"] == prepared.content[f"dit/rank-{rank}-of-2/q"]
+        drivers[rank].finish()
+    total = sum(group.end - group.start for group in manifest.groups.values())
+    assert set(read) == {total}, "every group was read once for both"
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/unix"), reason="Linux")  # noqa: PTH110
+def test_no_socket_is_left(tmp_path: Path) -> None:
+    run = uuid.uuid4().hex
+    write_prepared(tmp_path, LAYOUT, ORDERS)
+    manifest = read_manifest(tmp_path)
+    environment = RankEnvironment(0, 2, 0, 1, run_id=run)
+    driver = FakeDriver()
+    stream = start_shared(environment, manifest, "t/s", tmp_path, "cuda", StreamOptions(driver=driver))
+    assert run in Path("/proc/net/unix").read_text()
+    stream.wait_all()
+    stream.close()
+    for thread in threading.enumerate():
+        if thread.name == "coldframe-host-reader":
+            thread.join(30)
+    assert run not in Path("/proc/net/unix").read_text()
+    driver.finish()
