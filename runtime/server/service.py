@@ -24,6 +24,7 @@ from runtime.server.supervisor import FAILED, READY, WorkerStatus
 
 VERSION = "2026.12.0"
 CONCURRENT_ADMISSIONS = 4
+BUNDLE_OPEN_DELAY_S = 0.1  # its imports would share the interpreter with the opening of the socket
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +122,7 @@ class Service:
             self.admission.note_duration(job.completed_at - job.started_at)
 
     async def _open_bundle(self) -> None:
+        await asyncio.sleep(BUNDLE_OPEN_DELAY_S)
         try:
             await asyncio.to_thread(self.bundle.open)
         except WorkerError:
