@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from loader.errors import InternalError, WorkerError
 from runtime.engine import Engine
-from runtime.family import Prepared
+from runtime.family import Job, Prepared
 from runtime.parallel.connect import Connection
 from runtime.parallel.family import RankJob, RankPrepared
 from runtime.pipeline import Cancelled, Hooks, denoise
@@ -54,14 +55,17 @@ class RankEngine(Engine):
             with self._guarded():
                 try:
                     with self.connection.control.request():
-                        self._take_part(command["body"])
+                        self._take_part(command)
                 except Cancelled:
                     continue
                 except Exception as error:
                     raise self._everybodys(error) from error
 
     def close(self) -> None:
-        """Let the other ranks end, leave the run, free the weights. After a failure nobody is waited for."""
+        """Let the other ranks end, leave the run, free the weights. After a failure nobody is waited for.
+
+        Raises: InternalError: a rank failed; this process is of no more use.
+        """
         guard = self.connection.guard
         try:
             if guard is not None and guard.failure is None and self.connection.control.leads:
@@ -69,9 +73,22 @@ class RankEngine(Engine):
         finally:
             self.connection.close()
             super().close()
+        if guard is not None and guard.failure is not None:
+            raise guard.failure
 
-    def _take_part(self, body: Any) -> None:
-        job = self.start_job(self.prepare(body))
+    def measure(self, prepared: Prepared, steps: int) -> list[float]:
+        """On rank 0, for benches: condition and take some steps on all ranks, decode nothing; seconds of each step."""
+        assert isinstance(prepared, RankPrepared), "made by this engine's prepare"
+        with self._guarded():
+            self.connection.control.exchange({"op": "measure", "body": prepared.body, "steps": steps})
+            with self.connection.control.request():
+                return take_steps(self, self.start_job(prepared), steps)
+
+    def _take_part(self, command: dict[str, Any]) -> None:
+        job = self.start_job(self.prepare(command["body"]))
+        if command["op"] == "measure":
+            take_steps(self, job, command["steps"])
+            return
         job.condition()
         hooks = Hooks(Timeline(), threading.Event(), synchronize=self.synchronize)
         latents = denoise(job, hooks)
@@ -97,3 +114,22 @@ class RankEngine(Engine):
 
     def _guarded(self) -> Any:
         return nullcontext() if self.connection.guard is None else self.connection.guard.job()
+
+
+def take_steps(engine: Engine, job: Job, steps: int) -> list[float]:
+    """Condition and take some steps; seconds of each, the device synchronised. Marks as of a request."""
+    job.condition()
+    engine.synchronize()
+    engine.timeline.mark("conditioner_done")
+    stage = job.stages()[0]
+    latents = stage.start(None)
+    engine.synchronize()
+    engine.timeline.mark("first_dit_entry")
+    seconds = []
+    for step in stage.steps[:steps]:
+        start = time.monotonic()
+        latents = stage.sampler(latents, stage.denoiser(latents, step), step)
+        engine.synchronize()
+        engine.timeline.mark("first_step_done")
+        seconds.append(time.monotonic() - start)
+    return seconds

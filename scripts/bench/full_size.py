@@ -14,6 +14,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from kernels.catalog import ModelSizes
@@ -25,9 +27,11 @@ from prepare.families.minimax_h3.recipe import build_recipe, loading_order
 from prepare.families.minimax_h3.source import MiniMaxH3Source
 from prepare.family import PrepareOptions
 from prepare.file_plan import PlacedTensor, PlannedFile, plan_weight_files
+from prepare.shards import check_sizes, shard_groups, shard_orders
 from prepare.tokenizer import build_tokenizer
 from prepare.writer import WrittenFiles, build_manifest
 from runtime.families.minimax_h3.config import H3Config
+from runtime.families.minimax_h3.shards import cut_of
 from runtime.schedules import named_schedule
 from scripts.bench.random_files import Piece, Pools, random_pools, tensor_pieces, write_at
 from scripts.tiny_presets import preset
@@ -40,10 +44,11 @@ def write_full_size(
     schedules: Sequence[str] = ("base-49",),
     size: str = "full",
     architectures: Sequence[str] = (),
+    ranks: Sequence[int] = (1,),
 ) -> str:
-    """Write the directory (which must not exist); returns the SHA-256 of its manifest."""
+    """Write the directory (which must not exist); returns the SHA-256 of its manifest. ranks: as `prepare --ranks`."""
     config = preset(size)
-    source = _source(config.model, config.num_base_tokens, tasks, schedules)
+    source = _source(config.model, config.num_base_tokens, tasks, schedules, ranks)
     plans = [
         *plan_weight_files(source.recipe.groups, source.family),
         *(table.file for table in source.tables),
@@ -60,7 +65,9 @@ def write_full_size(
     (directory / "tokenizer").mkdir()
     (directory / "tokenizer" / "tokenizer.json").write_bytes(source.tokenizer)
     tokenizer = FileDigests(len(source.tokenizer), hashlib.sha256(source.tokenizer).hexdigest(), (), {})
-    manifest = build_manifest(source, PrepareOptions(), {}, WrittenFiles(files, tokenizer, "0" * 64))
+    manifest = build_manifest(
+        source, PrepareOptions(ranks=tuple(ranks)), {}, WrittenFiles(files, tokenizer, "0" * 64)
+    )
     manifest["kernels"] = compile_kernels(directory, _kernel_sizes(config.model), architectures, jobs=4)
     data = encode_manifest(manifest)
     (directory / MANIFEST_NAME).write_bytes(data)
@@ -75,7 +82,7 @@ def _kernel_sizes(model: H3Config) -> ModelSizes:
 
 
 def _source(
-    model: H3Config, num_base: int, tasks: Sequence[str], schedules: Sequence[str]
+    model: H3Config, num_base: int, tasks: Sequence[str], schedules: Sequence[str], ranks: Sequence[int]
 ) -> MiniMaxH3Source:
     tables = [
         plan_table(
@@ -91,9 +98,11 @@ def _source(
         f"{t.task}/{t.schedule.name}": loading_order(model, t.task, t.key, t.schedule.evaluations)
         for t in tables
     }
+    recipe, cut = build_recipe(model, "diffusers", tasks, "BF16"), partial(cut_of, model)
+    recipe = replace(recipe, groups=shard_groups(recipe.groups, ranks, cut))
     return MiniMaxH3Source(
-        root=Path(), layout="diffusers", notes=(), tasks=tasks, sources={},
-        recipe=build_recipe(model, "diffusers", tasks, "BF16"), tables=tables, tokenizer=tokenizer, orders=orders,
+        root=Path(), layout="diffusers", notes=(), tasks=tasks, sources={}, recipe=recipe, tables=tables,
+        tokenizer=tokenizer, orders=shard_orders(orders, recipe.groups, ranks, cut),
         read_files=(), model=model,
     )  # fmt: skip
 
@@ -162,10 +171,12 @@ def main() -> int:
     parser.add_argument(
         "--architecture", action="append", default=[], help="compile kernels for it; repeatable"
     )
+    parser.add_argument("--ranks", type=int, action="append", default=[], help="as prepare --ranks")
     args = parser.parse_args()
     started = time.monotonic()
     tasks, schedules = args.task or ["t2va"], args.schedule or ["base-49"]
-    digest = write_full_size(args.directory, tasks, schedules, args.preset, args.architecture)
+    ranks = check_sizes(args.ranks or [1])
+    digest = write_full_size(args.directory, tasks, schedules, args.preset, args.architecture, ranks)
     print(f"{args.directory}: manifest {digest}, {time.monotonic() - started:.1f} s")
     return 0
 

@@ -58,7 +58,7 @@ class RanksVideoUnits:
         require_finite(latents["video"], "video latents")
         given = self._given
         video = unpatchify(latents["video"], given.sequence.latent_shape, given.config.transformer.patch_size)
-        self._units = _Units(self._decoder, video[0])
+        self._units = VideoUnitDecoder(self._decoder, video[0])
         self._open = UnitRelay(self._ranks, self._control, self._units).frames()
         if self._control.leads:
             next(self._open)
@@ -89,7 +89,7 @@ class RanksVideoUnits:
             self._open.close()  # type: ignore[attr-defined]
 
 
-class _Units:
+class VideoUnitDecoder:
     """`parallel.units.UnitDecoder` of one video, to bytes as the encoders want them; keeps the range of its pixels."""
 
     def __init__(self, decoder: VideoDecoder, latents: Tensor) -> None:

@@ -1,0 +1,112 @@
+"""Decode of one video on P GPUs against one, up to pixels on rank 0's device.
+
+    torchrun --nproc-per-node 2 -m scripts.bench.parallel_decode                                   # 1344x768, 10 s
+    torchrun --nproc-per-node 2 -m scripts.bench.parallel_decode --preset test --device cpu --size 64x64 --frames 56
+
+Weights are random and made on the device. Pixels of both ways are compared bit for bit. `results/parallel_decode.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.families.minimax_h3.model.ranks_video import VideoUnitDecoder
+from runtime.families.minimax_h3.model.video_decoder import VideoDecoder
+from runtime.parallel.connect import connect
+from runtime.parallel.control import Control
+from runtime.parallel.environment import rank_environment
+from runtime.parallel.ranks import OneRank, Ranks
+from runtime.parallel.units import UnitRelay
+from scripts.bench.common import target, write_result
+from scripts.bench.decode_weights import RandomDecoderWeights
+from scripts.tiny_presets import preset
+
+
+class Bench:
+    """Decoder and latents of this rank; latents are equal on all ranks."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.device = args, torch.device(args.device)
+        config = preset(args.preset).model
+        half = torch.float16 if self.device.type == "cuda" else torch.float32
+        weights = RandomDecoderWeights(config, args.device, half)
+        self.decoder = VideoDecoder(config.video_vae, weights, self.device)
+        width, height = (int(side) for side in args.size.split("x"))
+        shape = ((args.frames - 5) // 17 * 5 + 2, height // 16, width // 16)
+        noise = torch.randn(
+            config.video_vae.latent_channels, *shape, generator=torch.Generator().manual_seed(0)
+        )
+        self.latents = noise.to(self.device)
+
+    def run(self, ranks: Ranks, control: Control) -> tuple[float, list[Tensor]]:
+        """Seconds until the last frames are on rank 0, and its frames."""
+        self._synchronize()
+        start = time.perf_counter()
+        relay = UnitRelay(ranks, control, VideoUnitDecoder(self.decoder, self.latents))
+        frames = [unit for unit in relay.frames() if unit is not None]
+        self._synchronize()
+        return time.perf_counter() - start, frames
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+@torch.inference_mode()
+def main() -> int:
+    args = _arguments()
+    connection = connect(rank_environment(), args.device)
+    bench, size = Bench(args), connection.environment.size
+    figures: dict[str, Any] = {"ranks": size, "size": args.size, "frames": args.frames}
+    alone: list[float] = []
+    expected: list[Tensor] = []
+    for _ in range(args.repeat + 1 if connection.environment.rank == 0 else 0):
+        seconds, expected = bench.run(OneRank(), Control(OneRank()))
+        alone.append(seconds)
+    dist.barrier()
+    together: list[float] = []
+    found: list[Tensor] = []
+    for _ in range(args.repeat + 1):
+        seconds, found = bench.run(connection.ranks, connection.control)
+        together.append(seconds)
+    if connection.environment.rank == 0:
+        figures["units"] = len(expected)
+        figures["equal"] = all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        figures["one_rank_s"], figures["all_ranks_s"] = (
+            statistics.median(times[1:]) for times in (alone, together)
+        )
+        figures["runs_s"] = {"one": alone, "all": together}
+        speedup = figures["one_rank_s"] / figures["all_ranks_s"]
+        targets = {f"vae_decode_{size}gpu_speedup": target(round(speedup, 4), 1.8, "higher")}
+        print(json.dumps({"figures": figures, "targets": targets}, indent=1))
+        if args.name:
+            command = ["torchrun", "--nproc-per-node", str(size), "-m", "scripts.bench.parallel_decode"]
+            print(write_result(args.name, figures, targets, command=[*command, *sys.argv[1:]]))
+    connection.close()
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", default="full")
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--size", default="1344x768")
+    parser.add_argument("--frames", type=int, default=243)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--name", default="", help="result file under scripts/bench/results/; none without")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

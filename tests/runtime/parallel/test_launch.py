@@ -1,0 +1,147 @@
+"""A worker of two ranks as a service runs it: loading, a cancelled job, two equal jobs, the end. Real processes.
+
+Also what a request on two ranks makes, against the same worker on one: the same noise and a picture of the same kind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from prepare.cli import prepare_main
+from scripts.tiny_checkpoint import write_tiny_checkpoint
+
+ROOT = Path(__file__).parents[3]
+REQUEST = {"prompt": "a lamp in the rain", "size": "64x64", "num_frames": 56, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    write_tiny_checkpoint(folder / "checkpoint", "test", "diffusers", seed=4)
+    options = ["--schedule", "base-4", "--dtype", "float32", "--task", "t2va", "--ranks", "2", "--json"]
+    assert prepare_main([str(folder / "checkpoint"), str(folder / "bundle"), *options]) == 0
+    return folder / "bundle"
+
+
+class TwoRanks:
+    """`coldframe worker` on two ranks; speaks the worker protocol with rank 0."""
+
+    def __init__(self, bundle: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.processes = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "runtime.parallel.launch",
+                    "worker",
+                    "--bundle",
+                    str(bundle),
+                    "--device",
+                    "cpu",
+                ],
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    "RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                    "LOCAL_RANK": str(rank),
+                    "LOCAL_WORLD_SIZE": "2",
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "OMP_NUM_THREADS": "1",
+                    "GLOO_SOCKET_IFNAME": "lo",
+                },
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        self.seen: list[dict[str, Any]] = []
+
+    def send(self, **command: object) -> None:
+        stdin = self._stream(self.processes[0].stdin)
+        stdin.write(json.dumps(command) + "\n")
+        stdin.flush()
+
+    def until(self, event: str, job: str | None = None) -> dict[str, Any]:
+        """Read rank 0's events up to this one."""
+        for line in self._stream(self.processes[0].stdout):
+            self.seen.append(json.loads(line))
+            if self.seen[-1]["event"] == event and self.seen[-1].get("job") == job:
+                return self.seen[-1]
+        raise AssertionError(f"no {event}: {self.seen[-5:]}, {self._stream(self.processes[0].stderr).read()}")
+
+    def end(self) -> list[tuple[int, str, str]]:
+        """Exit code, remaining standard output and error of both ranks."""
+        self._stream(self.processes[0].stdin).close()
+        results = []
+        for process in self.processes:
+            code = process.wait(timeout=60)
+            results.append((code, self._stream(process.stdout).read(), self._stream(process.stderr).read()))
+        return results
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                self._stream(stream).close()
+
+    def _stream(self, stream: IO[str] | None) -> IO[str]:
+        assert stream is not None
+        return stream
+
+
+@pytest.fixture
+def ranks(bundle: Path) -> Iterator[TwoRanks]:
+    ranks = TwoRanks(bundle)
+    yield ranks
+    ranks.close()
+
+
+def test_a_cancelled_job_leaves_both_ranks_ready_and_the_next_is_bit_identical(
+    ranks: TwoRanks, tmp_path: Path
+) -> None:
+    # C80, with two ranks
+    outputs = {name: tmp_path / f"{name}.mp4" for name in ("first", "cancelled", "again")}
+    for name, output in outputs.items():
+        ranks.send(op="generate", job=name, request=REQUEST, output=str(output))
+    done = ranks.until("done", "first")
+    assert done["result"]["noise_sha256"]
+    ranks.until("phase", "cancelled")
+    ranks.send(op="cancel", job="cancelled")
+    ended = {event["event"] for event in [ranks.until("cancelled", "cancelled")]}
+    assert ended == {"cancelled"}
+    ranks.until("done", "again")
+    assert not outputs["cancelled"].exists()
+    assert outputs["first"].read_bytes() == outputs["again"].read_bytes()
+    ranks.send(op="shutdown")
+    for code, _, errors in ranks.end():
+        assert code == 0, errors
+    assert not list(tmp_path.glob(".*")), "nothing half-written is left"
+
+
+def test_a_killed_rank_ends_the_worker_with_an_error(ranks: TwoRanks, tmp_path: Path) -> None:
+    ranks.until("ready")
+    ranks.processes[1].kill()
+    ranks.send(op="generate", job="lost", request=REQUEST, output=str(tmp_path / "lost.mp4"))
+    event = ranks.until("error", "lost")
+    assert "rank 1 of 2 failed" in event["error"]["message"]
+    (code, _, errors), (killed, _, _) = ranks.end()
+    assert code == 1, errors
+    assert killed == -9
+    assert not (tmp_path / "lost.mp4").exists()
