@@ -20,7 +20,7 @@ MAX_ROW = 16384
 
 AOT_FOLDER = Path(__file__).parent / "aot"
 
-ArgumentType = Literal["*bf16", "*fp32", "*i32", "i32", "fp32"]
+ArgumentType = Literal["*bf16", "*fp16", "*fp32", "*i32", "i32", "fp32"]
 GridRule = Literal["rows", "rows x tiles"]
 
 
@@ -84,6 +84,14 @@ class Specialisation:
 def _pointers(*names: str) -> tuple[Argument, ...]:
     """bf16 data: 16-byte vector accesses."""
     return tuple(Argument(f"{name}_ptr", "*bf16", 16) for name in names)
+
+
+def _half(*names: str) -> tuple[Argument, ...]:
+    return tuple(Argument(f"{name}_ptr", "*fp16", 16) for name in names)
+
+
+def _single(*names: str) -> tuple[Argument, ...]:
+    return tuple(Argument(f"{name}_ptr", "*fp32", 16) for name in names)
 
 
 def _index(*names: str) -> tuple[Argument, ...]:
@@ -181,6 +189,44 @@ _ALL = (
         "rows x tiles",
         (Tuning(2048, 4), Tuning(1024, 4), Tuning(2048, 8), Tuning(4096, 8), Tuning(1024, 2), Tuning(512, 2)),
     ),
+    Operator(
+        "decoder_qk_norm_rope",
+        (
+            *_half("in", "out"),
+            *_single("cos", "sin"),
+            *_strides("in", "out"),
+            Argument("angle_stride", "i32"),
+            *(Argument(name, "i32") for name in ("tokens", "heads", "tiles")),
+            _EPS,
+        ),
+        ("K", "HALF"),
+        "rows x tiles",
+        (Tuning(64, 4), Tuning(32, 4), Tuning(64, 8), Tuning(16, 4)),
+        helpers=(),
+    ),
+    Operator(
+        "decoder_residual_norm",
+        (
+            *_single("residual"),
+            *_half("update"),
+            *_single("scale", "weight"),
+            *_half("out"),
+            *_strides("residual", "update", "out"),
+            _EPS,
+        ),
+        ("D",),
+        "rows",
+        (Tuning(0, 4), Tuning(0, 8), Tuning(0, 2)),
+        helpers=(),
+    ),
+    Operator(
+        "decoder_swiglu",
+        (*_half("in", "out"), *_strides("in", "out"), Argument("width", "i32", 16), Argument("tiles", "i32")),
+        (),
+        "rows x tiles",
+        (Tuning(2048, 4), Tuning(1024, 4), Tuning(2048, 8), Tuning(4096, 8)),
+        helpers=("swiglu", "rounding"),
+    ),
 )
 OPERATORS: Mapping[str, Operator] = {operator.name: operator for operator in _ALL}
 
@@ -190,6 +236,7 @@ class ModelSizes:
     """The sizes that kernels are compiled for. Row counts, head counts and feed-forward widths stay run-time values.
 
     hidden, head_dim, rotary_dim: the DiT (and refiner). encoder_*: the text encoder; its rotation is full width.
+    decoder_*: the video decoder, fp16; 0: none.
     """
 
     hidden: int
@@ -197,9 +244,21 @@ class ModelSizes:
     rotary_dim: int
     encoder_hidden: int
     encoder_head_dim: int
+    decoder_width: int = 0
+    decoder_head_dim: int = 0
+    decoder_rotary_dim: int = 0
 
 
-MINIMAX_H3 = ModelSizes(hidden=5376, head_dim=128, rotary_dim=96, encoder_hidden=5120, encoder_head_dim=128)
+MINIMAX_H3 = ModelSizes(
+    hidden=5376,
+    head_dim=128,
+    rotary_dim=96,
+    encoder_hidden=5120,
+    encoder_head_dim=128,
+    decoder_width=2048,
+    decoder_head_dim=64,
+    decoder_rotary_dim=48,
+)
 
 
 def specialisations(sizes: ModelSizes, tuning: int = 0) -> tuple[Specialisation, ...]:
@@ -224,8 +283,22 @@ def specialisations(sizes: ModelSizes, tuning: int = 0) -> tuple[Specialisation,
     if _head_fits(sizes.encoder_head_dim, sizes.encoder_head_dim):
         key = {"K": sizes.encoder_head_dim, "HALF": sizes.encoder_head_dim // 2, "ROUND_FIRST": 1}
         wanted.append(("qk_norm_rope", key))
+    wanted += _decoder(sizes)
     built = [_specialise(OPERATORS[name], constants, tuning) for name, constants in wanted]
     return tuple({item.key(): item for item in built}.values())
+
+
+def _decoder(sizes: ModelSizes) -> list[tuple[str, dict[str, int]]]:
+    width, head, rotary = sizes.decoder_width, sizes.decoder_head_dim, sizes.decoder_rotary_dim
+    if not width or not _row_fits(width):
+        return []
+    wanted: list[tuple[str, dict[str, int]]] = [
+        ("decoder_swiglu", {}),
+        ("decoder_residual_norm", {"D": width}),
+    ]
+    if head >= 32 and head & (head - 1) == 0 and rotary % 2 == 0 and 0 < rotary <= head:
+        wanted.append(("decoder_qk_norm_rope", {"K": head, "HALF": rotary // 2}))
+    return wanted
 
 
 def _row_fits(width: int) -> bool:

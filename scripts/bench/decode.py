@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -24,6 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.catalog import OPERATORS, architecture_of
+from kernels.cubin import load_kernels
+from kernels.cubin_index import for_architecture, read_index
+from kernels.driver import CudaDriver
+from loader.errors import WorkerError
 from runtime.encoders import Encoders
 from runtime.families.minimax_h3.config import H3Config
 from runtime.families.minimax_h3.model.audio_vae import AudioDecoder
@@ -32,6 +39,8 @@ from runtime.families.minimax_h3.model.video_decoder import VideoDecoder
 from runtime.families.minimax_h3.model.video_vae_pixels import to_uint8
 from runtime.family import MediaPlan
 from runtime.media.check import Mp4Expectation, check_mp4
+from runtime.ops.decoder import EAGER, DecoderOperators
+from runtime.ops.fused_decoder import FusedDecoderOperators
 from runtime.pipeline import Hooks, decode_and_write
 from runtime.settings import Settings
 from runtime.timeline import Timeline
@@ -53,15 +62,16 @@ class Clip:
 class Bench:
     """Decoders, encoders and clocks of one run of this program."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args = args
         self.config: H3Config = preset(args.preset).model
         self.device = torch.device(args.device)
         half = torch.float16 if self.device.type == "cuda" else torch.float32
         self.weights = RandomDecoderWeights(self.config, args.device, half)
-        self.video = VideoDecoder(
-            self.config.video_vae, self.weights, self.device, operators=_operators(args)
-        )
+        self.synchronize()  # makes the context that kernels are bound in
+        operators = _operators(args, folder)
+        self.operators = type(operators).__name__
+        self.video = VideoDecoder(self.config.video_vae, self.weights, self.device, operators=operators)
         self.audio = AudioDecoder(self.config.audio_vae, self.weights, self.device)
         self.calls = 0
         forward = self.video._network.forward
@@ -119,6 +129,7 @@ class Bench:
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
+            torch.zeros(1, device=self.device)
             torch.cuda.synchronize()
 
     def unit_times(self, clip: Clip, batches: list[int]) -> list[dict[str, Any]]:
@@ -147,6 +158,26 @@ class Bench:
             )
         self.video.tile_batch = chosen
         return figures
+
+    def eager(self, clip: Clip) -> dict[str, Any]:
+        """One unit with the eager operators, for comparison with the first row of `unit_times`."""
+        decoder = VideoDecoder(self.config.video_vae, self.weights, self.device, tile_batch=28)
+        plan = decoder.plan(clip.latents["video"])
+        head, _ = decoder.decode_unit(clip.latents["video"], 0, plan)
+        self.synchronize()
+        start = time.perf_counter()
+        head, _ = decoder.decode_unit(clip.latents["video"], 0, plan)
+        self.synchronize()
+        seconds = time.perf_counter() - start
+        chosen, self.video.tile_batch = self.video.tile_batch, 28
+        ours, _ = self.video.decode_unit(clip.latents["video"], 0, plan)
+        self.video.tile_batch = chosen
+        difference = (ours - head).abs()
+        return {
+            "unit_ms": seconds * 1e3,
+            "largest": float(difference.max()),
+            "mean": float(difference.mean()),
+        }
 
     def precision(self, clip: Clip) -> dict[str, Any]:
         """Numeric effect of the fast path on one unit: float16 products against float32 everywhere, same weights."""
@@ -226,10 +257,14 @@ class DeviceClock:
 
 def main() -> int:
     args = _parser().parse_args()
-    bench = Bench(args)
-    figures: dict[str, Any] = {"size": args.size, "encoders": bench.encoders.options}
     lengths = [int(text) for text in args.frames.split(",")]
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
+        bench = Bench(args, Path(folder) / "kernels")
+        figures: dict[str, Any] = {
+            "size": args.size,
+            "encoders": {**bench.encoders.options, "processes": bench.encoders.pool.processes},
+            "operators": bench.operators,
+        }
         output = Path(folder) / "clip.mp4"
         middle = bench.clip(lengths[len(lengths) // 2])
         bench.encoders.start(middle.media)
@@ -249,6 +284,8 @@ def main() -> int:
         figures["tile_batch_chosen"] = bench.video.tile_batch
         figures["unit"] = bench.unit_times(middle, batches)
         print(f"unit: {json.dumps(figures['unit'])}", flush=True)
+        figures["eager_operators"] = bench.eager(middle)
+        print(f"eager: {json.dumps(figures['eager_operators'])}", flush=True)
         figures["fp16_against_fp32"] = bench.precision(middle)
         print(f"precision: {json.dumps(figures['fp16_against_fp32'])}", flush=True)
     samples = bench.audio.decode(middle.latents["audio"]).cpu()
@@ -286,10 +323,31 @@ def _targets(runs: list[dict[str, Any]], peer: dict[str, Any] | None) -> dict[st
     return targets
 
 
-def _operators(args: argparse.Namespace) -> Any:
-    from runtime.ops.decoder import EAGER
-
-    return EAGER
+def _operators(args: argparse.Namespace, folder: Path) -> DecoderOperators:
+    """The decoder's kernels, compiled here as prepare does it; eager where that is impossible."""
+    if args.device != "cuda" or args.eager:
+        return EAGER
+    names = [name for name in OPERATORS if name.startswith("decoder_")]
+    architecture = architecture_of(torch.cuda.get_device_capability())
+    command = [
+        sys.executable,
+        "-m",
+        "kernels.aot.compile",
+        "--out",
+        str(folder),
+        "--architecture",
+        architecture,
+    ]
+    command += ["--jobs", "3", *(part for name in names for part in ("--operator", name))]
+    try:
+        subprocess.run(command, check=True, timeout=120)
+        entries = for_architecture(read_index(folder), architecture)
+        kernels = load_kernels(folder, entries, architecture, CudaDriver())
+    except (OSError, subprocess.SubprocessError, WorkerError) as error:
+        print(f"no kernels, eager operators: {error}")
+        return EAGER
+    kernels.bind()
+    return FusedDecoderOperators(kernels)
 
 
 def _reset_peaks(device: torch.device) -> None:
@@ -336,6 +394,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--repeat", type=int, default=3, help="runs of the middle length")
     parser.add_argument("--encoders", type=int, default=0, help="encoder processes; 0: as a worker chooses")
+    parser.add_argument("--eager", action="store_true", help="do not compile the decoder's kernels")
     parser.add_argument("--no-peer", dest="peer", action="store_false")
     parser.add_argument("--work", type=Path, help="folder for the files (default: the system's)")
     parser.add_argument("--name", default="decode")

@@ -21,7 +21,7 @@ from kernels.cubin import KernelSet, load_kernels
 from kernels.cubin_index import INDEX_NAME, KernelEntry, index_bytes, read_index
 
 ARCHITECTURE = "sm_90a"
-_DTYPES = {"*bf16": torch.bfloat16, "*fp32": torch.float32, "*i32": torch.int32}
+_DTYPES = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32, "*i32": torch.int32}
 _SCALARS = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
 
 
