@@ -32,6 +32,11 @@ class Operators:
         self._note = (kernels.note if kernels is not None else None) or "no kernels were given"
         self.fallbacks: dict[str, str] = {}
 
+    @property
+    def kernels(self) -> KernelSet | None:
+        """What was given, for operators of other modules; None: nothing to run."""
+        return self._kernels
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, round_before_weight: bool = False) -> Tensor:
         """RMSNorm over the last axis: [S, D] x [D] -> [S, D], new memory.
 

@@ -24,6 +24,7 @@ from runtime.families.minimax_h3.noise import Noise, NoiseMode, draw_noise, nois
 from runtime.families.minimax_h3.packing import PackedSequence, patchify, unpack_audio, unpatchify
 from runtime.families.minimax_h3.tokens import TokenStream
 from runtime.family import Decoder, Latents, MediaPlan, Step
+from runtime.ops.decoder import EAGER, DecoderOperators
 from runtime.samplers import euler_step
 from runtime.schedules import Schedule
 from runtime.weights import WeightSource
@@ -61,6 +62,7 @@ class JobParts:
     refine_text: Callable[..., Tensor] = refine_text
     transformer: Callable[[H3Config, WeightSource, ModulationTables], Transformer] = Transformer
     video_units: Callable[[JobInput, VideoDecoder], Decoder] | None = None
+    decoder_operators: DecoderOperators = EAGER
 
 
 _ONE_RANK = JobParts()
@@ -107,9 +109,12 @@ class H3Job:
         return (DenoisingStage(self._given, self._transformer, noise, rows, self._device),)
 
     def decoders(self) -> Mapping[str, Decoder]:
-        given, video_units = self._given, self._parts.video_units or VideoUnits
+        given, parts = self._given, self._parts
+        decoder = VideoDecoder(
+            given.config.video_vae, self._weights, self._device, operators=parts.decoder_operators
+        )
         return {
-            "video": video_units(given, VideoDecoder(given.config.video_vae, self._weights, self._device)),
+            "video": (parts.video_units or VideoUnits)(given, decoder),
             "audio": AudioUnits(AudioDecoder(given.config.audio_vae, self._weights, self._device)),
         }
 
