@@ -181,6 +181,8 @@ class Worker:
             if job is None:
                 return
             self._run(engine, job, engine.timeline if is_first else Timeline())
+            if is_first:
+                engine.write_timeline()  # again: now with the first request
             is_first = False
 
     def _run(self, engine: Engine, job: _Job, timeline: Timeline) -> None:
