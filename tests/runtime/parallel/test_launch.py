@@ -27,7 +27,7 @@ REQUEST = {"prompt": "a lamp in the rain", "size": "64x64", "num_frames": 56, "s
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
     write_tiny_checkpoint(folder / "checkpoint", "test", "diffusers", seed=4)
-    options = ["--schedule", "base-4", "--dtype", "float32", "--task", "t2va", "--ranks", "2", "--json"]
+    options = ["--schedule", "base-30", "--dtype", "float32", "--task", "t2va", "--ranks", "2", "--json"]
     assert prepare_main([str(folder / "checkpoint"), str(folder / "bundle"), *options]) == 0
     return folder / "bundle"
 
