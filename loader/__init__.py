@@ -20,6 +20,7 @@ _PUBLIC = {
     "read_header": "loader.header",
     "read_manifest": "loader.manifest",
     "spawn_reader": "loader.reader_link",
+    "spawn_uploader": "loader.uploader_link",
     "start": "loader.stream",
     "start_rehash": "loader.verify",
 }

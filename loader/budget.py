@@ -48,10 +48,15 @@ def cpu_count(root: Path = Path("/")) -> Choice:
     return Choice(allowed, f"{allowed} CPUs allowed")
 
 
-def reader_threads(cpus: int) -> Choice:
-    """One per CPU, at least 4 because they mostly wait, at most 16 because more gain nothing on a hot cache."""
-    count = min(_MAX_THREADS, max(_MIN_THREADS, cpus))
-    return Choice(count, f"{cpus} CPUs, between {_MIN_THREADS} and {_MAX_THREADS}")
+def reader_threads(cpus: int, spare: int = 0) -> Choice:
+    """One per CPU, at least 4 because they mostly wait, at most 16 because more gain nothing on a hot cache.
+
+    Args:
+        spare: CPUs that are left to others; readers on all of them would slow an import and its uploader down.
+    """
+    count = min(_MAX_THREADS, max(_MIN_THREADS, cpus - spare))
+    left = f", {spare} left to others" if spare else ""
+    return Choice(count, f"{cpus} CPUs{left}, between {_MIN_THREADS} and {_MAX_THREADS}")
 
 
 def most_threads(threads: int, forced: int | None, throttle: float | None) -> int:

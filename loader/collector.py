@@ -41,10 +41,6 @@ class Transport(Protocol):
         """Drop an arena; only its views keep it."""
         ...
 
-    def send(self, kind: int) -> None:
-        """A control message without payload for the reader."""
-        ...
-
     def close(self) -> None:
         """Stop at a safe point and release everything but handed-out memory. May be called again."""
         ...
@@ -129,9 +125,6 @@ class Collector:
 
     def order_after(self, group: int, cuda_stream: int | None) -> None:
         return None
-
-    def send(self, kind: int) -> None:
-        self._link.send(kind)
 
     def close(self) -> None:
         self._is_closing = True

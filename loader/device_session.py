@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from loader.arena import DeviceArena
+from loader.arena import DeviceArena, allocate_arena
 from loader.budget import RingChoice
+from loader.child_process import STUCK
 from loader.driver import Driver, PinningRefused
 from loader.errors import CapabilityError, WorkerError
 from loader.load_plan import LoadPlan
 from loader.progress import LoadProgress
-from loader.reader_link import STUCK, ReaderLink, ThreadReader
+from loader.reader_link import ReaderLink, ThreadReader
 from loader.ring import Ring
 
 
@@ -95,7 +96,7 @@ class DeviceSession:
             )
         start = time.monotonic_ns()
         for index, arena in enumerate(plan.arenas):
-            self.arenas[index] = DeviceArena(arena.name, arena.bytes, self.driver, self.context)
+            self.arenas[index] = allocate_arena(arena.name, arena.bytes, self.driver, self.context)
         self._stream = self.driver.stream_create()
         self._progress.mark("device arenas", start, size=plan.arena_bytes)
         if self._link is None:
@@ -155,9 +156,6 @@ class DeviceSession:
         self._progress.mark(f"path C, threads: {reason}", size=self._choice.bytes)
         self._begin(link)
         self._adopt(link)
-
-    def send(self, kind: int) -> None:
-        self.link.send(kind)
 
     def stop_reader(self, drain: bool = False) -> None:
         with self._lock:

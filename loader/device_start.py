@@ -1,4 +1,4 @@
-"""Wires a CUDA load: budget → reader at once, session and uploader behind it."""
+"""Wires a CUDA load: budget → reader at once, then the rung: an uploader process, or session and uploader in here."""
 
 from __future__ import annotations
 
@@ -6,77 +6,167 @@ from pathlib import Path
 
 from loader import budget
 from loader import reader as wire
-from loader.collector import Patience
+from loader.collector import Patience, Transport
+from loader.cuda_library import CudaLibrary
 from loader.device_session import DeviceSession
 from loader.driver import CudaDriver
+from loader.errors import CapabilityError
 from loader.intake import Intake
-from loader.ladder import open_device_reader
+from loader.ladder import open_device_reader, open_uploader
 from loader.load_plan import LoadPlan, recut
 from loader.options import StreamOptions, device_ordinal
 from loader.plan_wire import VERIFY_LEVELS, ReadSettings, encode_plan
 from loader.progress import LoadProgress
-from loader.reader_link import ReaderLink
+from loader.reader_link import ChildReader, ReaderLink, spawn_reader
+from loader.remote_upload import RemoteUpload
 from loader.row_gather import RowDesk
 from loader.stream import WeightStream
+from loader.upload_wire import work_of
 from loader.uploader import Uploader
+from loader.uploader_link import UploaderProcess
+
+_PARENTS_CPUS = 3  # the import, the uploader and its driver run beside the reader's threads
 
 
 def start_device(
-    plan: LoadPlan, directory: Path, device: str, options: StreamOptions, reader: ReaderLink | None
+    plan: LoadPlan,
+    directory: Path,
+    device: str,
+    options: StreamOptions,
+    reader: ReaderLink | None,
+    uploader: UploaderProcess | None,
 ) -> WeightStream:
     """`loader.stream.start` for a CUDA device; the reader works before the context exists."""
-    ordinal = device_ordinal(device)
-    near = _near_cpus()
-    cpus = budget.cpu_count()
-    threads = options.threads or budget.reader_threads(min(cpus.value, len(near) or cpus.value)).value
-    headroom = budget.memory_headroom()
-    choice = budget.choose_ring(
-        threads, plan.chunk_bytes, plan.total_bytes, headroom.value, options.ring_bytes, options.slot_bytes
-    )
-    if choice.slot_bytes < plan.chunk_bytes:
-        plan = recut(plan, choice.slot_bytes)
-    progress = LoadProgress(plan)
-    progress.mark(
-        f"ring {choice.slots} x {choice.slot_bytes}: {choice.reason}; {threads} threads", size=choice.bytes
-    )
-    settings = ReadSettings(
-        mode=wire.RING,
-        threads=threads,
-        verify=VERIFY_LEVELS[options.verify],
-        slot_bytes=choice.slot_bytes,
-        pool_bytes=choice.bytes,
-        cpus=cpus.value,
-        most_threads=budget.most_threads(threads, options.threads, options.storage_gbps),
-        rate=(options.storage_gbps or 0.0) * 1e9,
-        fault=options.storage_fault,
-    )
-    wire_plan = encode_plan(plan, directory, settings)
-    rows = RowDesk(wire_plan)
-    intake = Intake(plan, wire_plan, progress, rows)
+    load = _DeviceLoad(plan, directory, device_ordinal(device), options, reader)
+    transport = load.open_remote(uploader) or load.open_local()
+    transport.start()
+    return WeightStream(load.plan, f"cuda:{load.ordinal}", transport, load.progress, load.rows)
 
-    def begin(link: ReaderLink) -> None:
-        link.begin(wire_plan.data, choice.bytes, near)
-        link.give_slots(range(choice.slots))
 
-    def adopt(link: ReaderLink) -> None:
-        intake.use(link)
-        rows.use(link)
+class _DeviceLoad:
+    """What every rung of one load shares."""
 
-    path, link, reason = open_device_reader(options, reader, begin)
-    progress.mark(f"path {path}, {link.kind if link else 'threads'}: {reason}")
-    if link is not None:
-        adopt(link)
+    def __init__(
+        self,
+        plan: LoadPlan,
+        directory: Path,
+        ordinal: int,
+        options: StreamOptions,
+        reader: ReaderLink | None,
+    ) -> None:
+        self._reader = reader  # until a rung takes it
+        self.ordinal = ordinal
+        self.options = options
+        self.near = _near_cpus()
+        cpus = budget.cpu_count()
+        threads = budget.reader_threads(min(cpus.value, len(self.near) or cpus.value), _PARENTS_CPUS)
+        if options.threads:
+            threads = budget.Choice(options.threads, "forced")
+        headroom = budget.memory_headroom()
+        self.choice = budget.choose_ring(
+            threads.value, plan.chunk_bytes, plan.total_bytes, headroom.value, options.ring_bytes, options.slot_bytes
+        )  # fmt: skip
+        self.plan = recut(plan, self.choice.slot_bytes) if self.choice.slot_bytes < plan.chunk_bytes else plan
+        self.progress = LoadProgress(self.plan)
+        self.progress.mark(
+            f"ring {self.choice.slots} x {self.choice.slot_bytes}: {self.choice.reason}",
+            size=self.choice.bytes,
+        )
+        self.progress.mark(f"{threads.value} reader threads: {threads.reason}")
+        settings = ReadSettings(
+            mode=wire.RING,
+            threads=threads.value,
+            verify=VERIFY_LEVELS[options.verify],
+            slot_bytes=self.choice.slot_bytes,
+            pool_bytes=self.choice.bytes,
+            cpus=cpus.value,
+            most_threads=budget.most_threads(threads.value, options.threads, options.storage_gbps),
+            rate=(options.storage_gbps or 0.0) * 1e9,
+            fault=options.storage_fault,
+        )
+        self._wire_plan = encode_plan(self.plan, directory, settings)
+        self.rows = RowDesk(self._wire_plan)
+        self._intake = Intake(self.plan, self._wire_plan, self.progress, self.rows)
+        self._patience = Patience(self.progress, self.plan.total_bytes, options.max_load_s)
 
-    def open_session() -> DeviceSession:
-        return DeviceSession(
-            plan, lambda: options.driver or CudaDriver(), ordinal, choice, link, begin, adopt, progress, path,
-            options.path is None, options.reserve_bytes,
+    def _begin(self, link: ReaderLink) -> None:
+        link.begin(self._wire_plan.data, self.choice.bytes, self.near)
+        link.give_slots(range(self.choice.slots))
+
+    def _adopt(self, link: ReaderLink) -> None:
+        self._intake.use(link)
+        self.rows.use(link)
+
+    def open_remote(self, uploader: UploaderProcess | None) -> Transport | None:
+        """Path U, or None and a mark that says why not. Raises: CapabilityError: it was forced and is not possible."""
+        options, link = self.options, None
+        try:
+            process, reason = open_uploader(
+                options, self.ordinal, len(self.plan.arenas), self._reader, uploader
+            )
+            if process is None:
+                return None
+            work = work_of(self.plan, self.choice.slots, self.choice.slot_bytes, options.reserve_bytes)
+            try:
+                link = self._child_reader()
+                self._begin(link)
+                process.begin(work.encode(), link.shared_fds())
+            except OSError:
+                _end(process, link)
+                raise
+        except OSError as error:
+            if options.path == "U":
+                _end(self._reader)
+                raise CapabilityError(
+                    str(error), where="path U", hint="leave the path out to fall back"
+                ) from error
+            self.progress.mark(f"path U refused: {error}")
+            return None
+        link.drop_pool()
+        self.progress.mark(f"path U, {link.kind}: {reason}")
+        self._adopt(link)
+        driver = options.driver
+        return RemoteUpload(
+            self.plan, process, link, lambda: driver or CudaLibrary(), self._intake, self.progress, self.rows,
+            self._patience, None if options.path else self.open_local,
         )  # fmt: skip
 
-    patience = Patience(progress, plan.total_bytes, options.max_load_s)
-    uploader = Uploader(plan, ordinal, path, open_session, intake, progress, rows, patience)
-    uploader.start()
-    return WeightStream(plan, f"cuda:{ordinal}", uploader, progress, rows)
+    def _child_reader(self) -> ChildReader:
+        reader, self._reader = self._reader, None
+        return reader if isinstance(reader, ChildReader) else spawn_reader()
+
+    def open_local(self) -> Transport:
+        """Path A, or what remains below it."""
+        options = self.options
+        reader, self._reader = self._reader, None
+        path, link, reason = open_device_reader(options, reader, self._begin)
+        self.progress.mark(f"path {path}, {link.kind if link else 'threads'}: {reason}")
+        if link is not None:
+            self._adopt(link)
+
+        def open_session() -> DeviceSession:
+            return DeviceSession(
+                self.plan, lambda: options.driver or CudaDriver(), self.ordinal, self.choice, link, self._begin,
+                self._adopt, self.progress, path, options.path is None, options.reserve_bytes,
+            )  # fmt: skip
+
+        return Uploader(
+            self.plan,
+            self.ordinal,
+            path,
+            open_session,
+            self._intake,
+            self.progress,
+            self.rows,
+            self._patience,
+        )
+
+
+def _end(*links: ReaderLink | UploaderProcess | None) -> None:
+    for link in links:
+        if link is not None:
+            link.stop()
+            link.close()
 
 
 def _near_cpus() -> list[int]:

@@ -6,6 +6,7 @@ Handles are plain integers. Every return code is checked. Each thread that calls
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,6 +44,21 @@ class Driver(Protocol):
 
     def free(self, pointer: int) -> None:
         """Waits for the device."""
+        ...
+
+    def shared_alloc(self, size: int, ordinal: int) -> tuple[int, int, int]:
+        """Device memory that other processes can import: (pointer, mapped bytes >= size, descriptor to send).
+
+        The caller closes the descriptor; the memory lives as long as it, or any mapping in any process.
+        """
+        ...
+
+    def shared_import(self, fd: int, mapped: int, ordinal: int) -> int:
+        """Map memory whose descriptor came from `shared_alloc` elsewhere; the pointer. `fd` may be closed then."""
+        ...
+
+    def shared_free(self, pointer: int, mapped: int) -> None:
+        """Waits for the device, then unmaps what was allocated or imported."""
         ...
 
     def host_register(self, address: int, size: int) -> None:
@@ -91,6 +107,20 @@ class Driver(Protocol):
     def expose(self, arena: DeviceArena) -> object:
         """What torch can view without a copy: it has `__cuda_array_interface__` or is a buffer."""
         ...
+
+
+class Importer(Protocol):
+    """What a process needs that only looks at device memory of another one; see `Driver` for what the calls mean."""
+
+    def retain_context(self, ordinal: int) -> int: ...
+
+    def use_context(self, context: int) -> None: ...
+
+    def shared_import(self, fd: int, mapped: int, ordinal: int) -> int: ...
+
+    def shared_free(self, pointer: int, mapped: int) -> None: ...
+
+    def expose(self, arena: DeviceArena) -> object: ...
 
 
 def address_of(memory: object) -> int:
@@ -167,6 +197,87 @@ class CudaDriver:
 
     def free(self, pointer: int) -> None:
         self._check("cuMemFree", self._cu.cuMemFree(pointer))
+
+    def shared_alloc(self, size: int, ordinal: int) -> tuple[int, int, int]:
+        self._check_sharing(ordinal)
+        cu = self._cu
+        properties = cu.CUmemAllocationProp()
+        properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.requestedHandleTypes = self._by_descriptor
+        properties.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = ordinal
+        option = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        unit = int(
+            self._check("cuMemGetAllocationGranularity", cu.cuMemGetAllocationGranularity(properties, option))
+        )
+        mapped = -(-size // unit) * unit
+        handle = self._check("cuMemCreate", cu.cuMemCreate(mapped, properties, 0))
+        try:
+            fd = self._check(
+                "cuMemExportToShareableHandle",
+                cu.cuMemExportToShareableHandle(handle, self._by_descriptor, 0),
+            )
+            try:
+                return self._map(handle, mapped, unit, ordinal), mapped, int(fd)
+            except InternalError:
+                os.close(int(fd))
+                raise
+        finally:
+            self._check("cuMemRelease", cu.cuMemRelease(handle))  # mapping and descriptor keep the memory
+
+    def shared_import(self, fd: int, mapped: int, ordinal: int) -> int:
+        cu = self._cu
+        handle = self._check(
+            "cuMemImportFromShareableHandle", cu.cuMemImportFromShareableHandle(fd, self._by_descriptor)
+        )
+        try:
+            return self._map(handle, mapped, 0, ordinal)
+        finally:
+            self._check("cuMemRelease", cu.cuMemRelease(handle))
+
+    @property
+    def _by_descriptor(self) -> Any:
+        return self._cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def _check_sharing(self, ordinal: int) -> None:
+        """Raises: CapabilityError: the device cannot be used by two processes, or not share memory between them."""
+        cu = self._cu
+        device = self._check("cuDeviceGet", cu.cuDeviceGet(ordinal))
+        names = cu.CUdevice_attribute
+        for name, wanted in (
+            (names.CU_DEVICE_ATTRIBUTE_COMPUTE_MODE, 0),
+            (names.CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED, 1),
+            (names.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, 1),
+        ):
+            found = int(self._check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(name, device)))
+            if found != wanted:
+                raise CapabilityError(
+                    "device memory cannot be shared", where=name.name, found=found, expected=wanted
+                )
+
+    def _map(self, handle: Any, mapped: int, unit: int, ordinal: int) -> int:
+        cu = self._cu
+        access = cu.CUmemAccessDesc()
+        access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = ordinal
+        access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        pointer = self._check("cuMemAddressReserve", cu.cuMemAddressReserve(mapped, unit, 0, 0))
+        try:
+            self._check("cuMemMap", cu.cuMemMap(pointer, mapped, 0, handle, 0))
+            try:
+                self._check("cuMemSetAccess", cu.cuMemSetAccess(pointer, mapped, [access], 1))
+            except InternalError:
+                cu.cuMemUnmap(pointer, mapped)
+                raise
+        except InternalError:
+            cu.cuMemAddressFree(pointer, mapped)
+            raise
+        return int(pointer)
+
+    def shared_free(self, pointer: int, mapped: int) -> None:
+        self._check("cuCtxSynchronize", self._cu.cuCtxSynchronize())
+        self._check("cuMemUnmap", self._cu.cuMemUnmap(pointer, mapped))
+        self._check("cuMemAddressFree", self._cu.cuMemAddressFree(pointer, mapped))
 
     def host_register(self, address: int, size: int) -> None:
         result = self._cu.cuMemHostRegister(address, size, _REGISTER_PORTABLE)

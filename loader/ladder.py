@@ -1,6 +1,7 @@
 """Ways to get bytes to their place, best first; the choice and its reason are marks of the load.
 
-A  child process, shared ring, registered slot by slot
+U  child process, shared ring, and an uploader in a process of its own, whose device memory is mapped here
+A  child process, shared ring, registered slot by slot; the uploader is a thread of this process
 B  no child or no shared memory: threads of this process, private ring with huge pages, registered
 C  registration refused: ring allocated by the driver, threads of this process
 D  pinned memory refused: pageable slots, synchronous copies
@@ -13,7 +14,9 @@ from collections.abc import Callable
 
 from loader.errors import CapabilityError
 from loader.options import StreamOptions
-from loader.reader_link import ReaderLink, ThreadReader, spawn_reader
+from loader.reader_link import ChildReader, ReaderLink, ThreadReader, spawn_reader
+from loader.upload_wire import MOST_FDS
+from loader.uploader_link import UploaderProcess, spawn_uploader
 
 
 def open_host_reader(options: StreamOptions) -> tuple[ReaderLink, str]:
@@ -34,6 +37,46 @@ def open_host_reader(options: StreamOptions) -> tuple[ReaderLink, str]:
         return ThreadReader(), str(error)
 
 
+def open_uploader(
+    options: StreamOptions,
+    ordinal: int,
+    num_arenas: int,
+    reader: ReaderLink | None,
+    uploader: UploaderProcess | None,
+) -> tuple[UploaderProcess | None, str]:
+    """A process for path U and why; (None, "") where another path was forced.
+
+    Args:
+        reader, uploader: what was started before the plan was known; an uploader that is of no use here is ended.
+    Raises: OSError: says why path U is not possible.
+    """
+    reason = ""
+    if options.path not in (None, "U"):
+        reason = "another path is forced"
+    elif options.reader == "threads":
+        reason = "the reader is forced to be threads of this process"
+    elif reader is not None and not isinstance(reader, ChildReader):
+        reason = f"the reader is of kind {reader.kind}"
+    elif options.driver is not None and not options.uploader_driver:
+        reason = "the driver exists in this process only"
+    elif num_arenas > MOST_FDS:
+        reason = f"{num_arenas} arenas, {MOST_FDS} descriptors can be sent"
+    is_usable = uploader is not None and (uploader.ordinal, uploader.driver) == (
+        ordinal,
+        options.uploader_driver,
+    )
+    if uploader is not None and (reason or not is_usable):
+        uploader.stop(grace_s=0.0)
+        uploader.close()
+        uploader = None
+    if options.path not in (None, "U"):
+        return None, ""
+    if reason:
+        raise OSError(reason)
+    process = uploader or spawn_uploader(f"cuda:{ordinal}", options.uploader_driver)
+    return process, "forced" if options.path else "first choice"
+
+
 def open_device_reader(
     options: StreamOptions, reader: ReaderLink | None, begin: Callable[[ReaderLink], None]
 ) -> tuple[str, ReaderLink | None, str]:
@@ -46,7 +89,7 @@ def open_device_reader(
     """
     path = options.path
     if path == "E":
-        raise CapabilityError("path E is for the CPU", where="path", found=path, expected="A, B, C, D")
+        raise CapabilityError("path E is for the CPU", where="path", found=path, expected="U, A, B, C, D")
     if reader is not None and (path in ("B", "C") or options.reader == "threads"):
         reader.stop()
         reader.close()

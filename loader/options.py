@@ -12,7 +12,7 @@ from loader.plan_wire import VERIFY_LEVELS
 if TYPE_CHECKING:
     from loader.driver import Driver
 
-PATHS = ("A", "B", "C", "D", "E")
+PATHS = ("U", "A", "B", "C", "D", "E")
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 
 
@@ -23,7 +23,7 @@ class StreamOptions:
     Attributes:
         threads: reader threads.
         verify: "edges" (default), "full" or "auto"; what each finds is in `loader.verify`.
-        path: force a rung of the ladder, "A" … "E" (see `loader.ladder`).
+        path: force a rung of the ladder, "U", "A" … "E" (see `loader.ladder`).
         reader: force "child" or "threads".
         ring_bytes, slot_bytes: size of the host ring and of its slots; multiples of 4096.
         reserve_bytes: device memory that must stay free besides the arenas.
@@ -31,6 +31,7 @@ class StreamOptions:
         max_load_s: give up after this time.
         storage_fault: test hook of the reader.
         driver: another implementation of the driver calls, for tests.
+        uploader_driver: `module:function` that makes one in the uploader's process; test hook like `storage_fault`.
     """
 
     threads: int | None = None
@@ -44,6 +45,7 @@ class StreamOptions:
     max_load_s: float | None = None
     storage_fault: str = ""
     driver: Driver | None = None
+    uploader_driver: str = ""
 
     def __post_init__(self) -> None:
         _check("verify", self.verify, VERIFY_LEVELS)

@@ -58,9 +58,13 @@ class LoadProgress:
                     complete.append(group)
         return complete
 
-    def mark_ready(self, groups: Iterable[int]) -> None:
-        """`wait` may return for these groups: their bytes are in place, or an event after their copies is recorded."""
-        now = time.monotonic_ns()
+    def mark_ready(self, groups: Iterable[int], since_ns: int | None = None) -> None:
+        """`wait` may return for these groups: their bytes are in place, or an event after their copies is recorded.
+
+        Args:
+            since_ns: when that was noticed elsewhere; None = now.
+        """
+        now = since_ns or time.monotonic_ns()
         with self._changed:
             for index in groups:
                 group = self.plan.groups[index]
@@ -111,10 +115,17 @@ class LoadProgress:
             if self._failure is not None:
                 raise self._failure
 
-    def mark(self, name: str, start_ns: int | None = None, end_ns: int | None = None, size: int = 0) -> None:
-        """Add a mark of the calling thread; without times it is a point in time."""
+    def mark(
+        self,
+        name: str,
+        start_ns: int | None = None,
+        end_ns: int | None = None,
+        size: int = 0,
+        thread: str | None = None,
+    ) -> None:
+        """Add a mark of the calling thread, unless another is named; without times it is a point in time."""
         now = time.monotonic_ns()
-        thread = threading.current_thread().name
+        thread = thread or threading.current_thread().name
         end = now if end_ns is None else end_ns
         with self._changed:
             self._marks.append(LoadMark(name, thread, end if start_ns is None else start_ns, end, size))

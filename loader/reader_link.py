@@ -12,7 +12,6 @@ import mmap
 import os
 import select
 import struct
-import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -20,11 +19,10 @@ from pathlib import Path
 from typing import Protocol
 
 from loader import reader as wire
+from loader.child_process import FIRST_FD, STUCK, Child, parent_argument, spawn
 
-STUCK = "stopped, still in a system call"  # what `stop` returns for a read that hangs
 _F_ADD_SEALS = 1033
 _SEAL_SHRINK_AND_GROW = 0x2 | 0x4
-_ABOVE_CHILD_FDS = 16
 _REAP_S = 5.0
 _MAX_CPUS_NAMED = 4096
 
@@ -123,12 +121,12 @@ class ChildReader:
 
     kind = "child"
 
-    def __init__(self, pid: int, pipes: _Pipes, fds: tuple[int, int, int]) -> None:
-        self.pid = pid
+    def __init__(self, child: Child, pipes: _Pipes, fds: tuple[int, int, int]) -> None:
+        self.pid = child.pid
+        self._child = child
         self._pipes = pipes
         self._pool, self._plan, self._rows = fds
         self._lock = threading.Lock()
-        self._ending: str | None = None
         self._is_closed = False
         self._plan_bytes = 0
         self.read_records, self.give_slots, self.send = pipes.read_records, pipes.give_slots, pipes.send
@@ -155,6 +153,10 @@ class ChildReader:
                 os.close(self._pool)
             self._pool = -1
 
+    def memory_fds(self) -> tuple[int, int]:
+        """Descriptors of pool and rows memory, for other processes that copy from them."""
+        return self._pool, self._rows
+
     def take_rows(self, place: int, count: int) -> bytes:
         return os.pread(self._rows, count, place)
 
@@ -163,32 +165,12 @@ class ChildReader:
         return text.partition(b"\0")[0].decode("utf-8", "replace")
 
     def stop(self, grace_s: float = 0.0, drain: bool = False) -> str:
-        """Kill and reap: the child holds nothing that needs an orderly end, and a read that hangs must not delay us."""
-        with self._lock:
-            if self._ending is None:
-                self._ending = self._wait(grace_s)
-                if self._ending is None:
-                    os.kill(self.pid, 9)
-                    self._ending = "stopped" if self._wait(_REAP_S) else STUCK
-                if self._ending.endswith(
-                    "call"
-                ):  # a dead network mount: the kernel ends it when the read returns
-                    threading.Thread(target=os.waitpid, args=(self.pid, 0), daemon=True).start()
-            return self._ending
+        """Kill and reap: the child holds nothing that needs an orderly end."""
+        return self._child.stop(grace_s)
 
-    def _wait(self, seconds: float) -> str | None:
-        end = time.monotonic() + seconds
-        while True:
-            try:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:
-                return "ended, its status was taken by other code of this process"
-            if pid:
-                code = os.waitstatus_to_exitcode(status)
-                return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-            if time.monotonic() >= end:
-                return None
-            time.sleep(0.001)
+    def shared_fds(self) -> tuple[int, int, int]:
+        """(pool, read end of `full`, write end of `free`) for an uploader in another process; still owned here."""
+        return self._pool, self._pipes.full[0], self._pipes.free[1]
 
     def close(self) -> None:
         with self._lock:
@@ -208,39 +190,23 @@ def spawn_reader(nice: int = 0) -> ChildReader:
     `free` and `ctl` pipes tells it in every case.
     Raises: OSError: no shared memory or no child process here.
     """
-    if not sys.executable:
-        raise OSError("sys.executable is not known")
     pipes = _Pipes()
     memory: list[int] = []
-    high: list[int] = []
     try:
         memory += [
             os.memfd_create(f"coldframe-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             for name in ("pool", "plan", "rows")
         ]
-        sources = [*memory, pipes.free[0], pipes.full[1], pipes.ctl[0]]
-        high += [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _ABOVE_CHILD_FDS) for fd in sources]
-        targets = range(3, 3 + len(high))
-        is_main = threading.current_thread() is threading.main_thread()
-        arguments = [*map(str, targets), str(os.getpid() if is_main else 0), str(nice)]
-        pid = os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-S", "-E", "-I", _script(), *arguments],
-            os.environ,
-            file_actions=[
-                (os.POSIX_SPAWN_DUP2, fd, target) for fd, target in zip(high, targets, strict=True)
-            ],
-        )
+        fds = [*memory, pipes.free[0], pipes.full[1], pipes.ctl[0]]
+        numbers = [str(FIRST_FD + index) for index in range(len(fds))]
+        child = spawn([_script()], [*numbers, parent_argument(), str(nice)], fds)
     except (OSError, AttributeError) as error:
         pipes.close_all()
         for fd in memory:
             os.close(fd)
         raise OSError(f"no reader process: {error}") from error
-    finally:
-        for fd in high:
-            os.close(fd)
     pipes.close(pipes.free[0], pipes.full[1], pipes.ctl[0])
-    return ChildReader(pid, pipes, (memory[0], memory[1], memory[2]))
+    return ChildReader(child, pipes, (memory[0], memory[1], memory[2]))
 
 
 def _script() -> str:

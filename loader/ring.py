@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from typing import TYPE_CHECKING
 
-from loader.budget import RingChoice
 from loader.driver import Driver, PinningRefused, address_of
+
+if TYPE_CHECKING:
+    from loader.budget import RingChoice
 
 _ENOUGH_PINNED = 256 << 20
 

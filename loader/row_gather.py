@@ -70,9 +70,11 @@ class RowRequest:
 
 
 class RowDesk:
-    """Numbers requests, gives each its place in the rows memory, and matches the answers.
+    """Everything that is said to a reader: numbers row requests, gives each its place in the rows memory, and matches
+    the answers; passes on other messages.
 
-    Requests wait here while there is no reader yet (`use` has not been called).
+    All of it waits here while there is no reader yet (`use` has not been called), and a reader that replaces another
+    hears it again.
     """
 
     def __init__(self, wire_plan: WirePlan) -> None:
@@ -83,11 +85,21 @@ class RowDesk:
         self._next_id = 0
         self._next_place = 0
         self._failure: WorkerError | None = None
+        self._told: list[int] = []
+
+    def tell(self, kind: int) -> None:
+        """A message without payload."""
+        with self._lock:
+            self._told.append(kind)
+            if self._link is not None:
+                self._link.send(kind)
 
     def use(self, link: ReaderLink) -> None:
         """Ask this reader from now on, also for what another one has not answered."""
         with self._lock:
             self._link = link
+            for kind in self._told:
+                link.send(kind)
             for number, request in self._waiting.items():
                 link.send(wire.GATHER, self._message(number, request))
 

@@ -24,6 +24,7 @@ from loader.row_gather import RowDesk, RowRequest
 
 if TYPE_CHECKING:
     from loader.torch_api import Module, Tensor
+    from loader.uploader_link import UploaderProcess
 
 
 class WeightStream:
@@ -128,7 +129,7 @@ class WeightStream:
             if self._release_sent:
                 return
             self._release_sent = True
-        self._transport.send(wire.RELEASE)
+        self._rows.tell(wire.RELEASE)
 
     def forget(self, component: str) -> None:
         """Drop the stream's own hold on a component's arena: its memory is freed with the last view of it.
@@ -152,7 +153,7 @@ class WeightStream:
 
     @property
     def path(self) -> str:
-        """Rung of the ladder in use, "A" … "E"."""
+        """Rung of the ladder in use, "U", "A" … "E"."""
         return self._transport.path
 
     @property
@@ -197,6 +198,7 @@ def start(
     device: str = "cpu",
     options: StreamOptions | None = None,
     reader: ReaderLink | None = None,
+    uploader: UploaderProcess | None = None,
 ) -> WeightStream:
     """Start a load and return at once.
 
@@ -204,14 +206,18 @@ def start(
         directory: where the plan's relative paths are.
         device: "cpu", "cuda" or "cuda:N".
         reader: a reader from `spawn_reader`, if it was started before the plan was known; owned by the stream from here.
+        uploader: likewise a process from `spawn_uploader` for the same device.
     Raises: CapabilityError: unknown device or option. What fails later is raised by the stream's methods.
     """
     options = options or StreamOptions()
     if device_ordinal(device) < 0:
+        if uploader is not None:
+            uploader.stop(grace_s=0.0)
+            uploader.close()
         return _start_host(plan, directory, options, reader)
     from loader.device_start import start_device
 
-    return start_device(plan, directory, device, options, reader)
+    return start_device(plan, directory, device, options, reader, uploader)
 
 
 def _start_host(

@@ -88,9 +88,6 @@ class Uploader:
             stream = session.driver.caller_stream(self._ordinal) if cuda_stream is None else cuda_stream
             session.driver.stream_wait_event(stream, event)
 
-    def send(self, kind: int) -> None:
-        self._live_session().send(kind)
-
     def close(self) -> None:
         self._progress.fail(closed_error())
         self._rows.fail(closed_error())

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import mmap
+import os
 import queue
 import random
 import threading
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from loader.arena import DeviceArena
 
 CONTEXT = 77
+SHARED_UNIT = 1 << 16
 
 
 class _Event:
@@ -62,6 +65,7 @@ class FakeDriver:
         pin_limit: bytes that may be registered or allocated pinned; None = any.
         host_alloc_allowed: whether `host_alloc` works at all.
         fail_copy: number of the copy that meets a sticky error.
+        sharing_allowed: whether memory can be exported and imported.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class FakeDriver:
         host_alloc_allowed: bool = True,
         fail_copy: int | None = None,
         has_device: bool = True,
+        sharing_allowed: bool = True,
     ) -> None:
         self._random = random.Random(seed)
         self._max_delay_s = max_delay_s
@@ -81,6 +86,7 @@ class FakeDriver:
         self._host_alloc_allowed = host_alloc_allowed
         self._fail_copy = fail_copy
         self._has_device = has_device
+        self._sharing_allowed = sharing_allowed
         self._lock = threading.RLock()
         self._local = threading.local()
         self._numbers = itertools.count(1000)
@@ -155,6 +161,34 @@ class FakeDriver:
         self._enter()
         with self._lock:
             del self._device[pointer]
+
+    def shared_alloc(self, size: int, ordinal: int) -> tuple[int, int, int]:
+        """A memfd stands for memory that can be exported, in units of 64 KiB."""
+        self._enter()
+        if not self._sharing_allowed:
+            raise CapabilityError("device memory cannot be shared", where="fake", found=0, expected=1)
+        mapped = -(-size // SHARED_UNIT) * SHARED_UNIT
+        fd = os.memfd_create("fake-device", os.MFD_CLOEXEC)
+        os.ftruncate(fd, mapped)
+        return self._map(fd, mapped), mapped, fd
+
+    def shared_import(self, fd: int, mapped: int, ordinal: int) -> int:
+        self._enter()
+        if not self._sharing_allowed:
+            raise InternalError("cannot import", where="fake driver")
+        self._require(os.fstat(fd).st_size == mapped, "imported with another size")
+        return self._map(fd, mapped)
+
+    def _map(self, fd: int, mapped: int) -> int:
+        memory = (ctypes.c_char * mapped).from_buffer(mmap.mmap(fd, mapped))
+        with self._lock:
+            self._device[ctypes.addressof(memory)] = memory
+        return ctypes.addressof(memory)
+
+    def shared_free(self, pointer: int, mapped: int) -> None:
+        self._enter()
+        with self._lock:
+            self._require(len(self._device.pop(pointer)) == mapped, "unmapped with another size")
 
     def host_register(self, address: int, size: int) -> None:
         self._enter()

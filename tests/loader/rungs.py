@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 
 from loader.load_plan import LoadPlan
 from loader.options import StreamOptions
+from loader.progress import LoadMark
 from loader.stream import WeightStream, start
-from tests.fakes.driver import FakeDriver
+from tests.fakes.driver import SHARED_UNIT, FakeDriver
 
-RUNGS = ["A", "B", "C", "D", "E", "E-threads"]
-CHILD_RUNGS = ["A", "D", "E"]
+RUNGS = ["U", "A", "B", "C", "D", "E", "E-threads"]
+CHILD_RUNGS = ["U", "A", "D", "E"]
 
 
 class Rung:
@@ -24,13 +26,18 @@ class Rung:
         self.name = name
         self.is_device = not name.startswith("E")
         self.driver = FakeDriver() if self.is_device else None
+        self.marks: list[Callable[[], list[LoadMark]]] = []
 
     def start(self, plan: LoadPlan, directory: Path, **options: Any) -> WeightStream:
         if not self.is_device:
             reader = "threads" if self.name == "E-threads" else "child"
             return start(plan, directory, options=StreamOptions(reader=reader, **options))
         settings = {"path": self.name, "ring_bytes": 2 * plan.chunk_bytes, **options}
-        return start(plan, directory, device="cuda", options=StreamOptions(driver=self.driver, **settings))
+        if self.name == "U":
+            settings.setdefault("uploader_driver", "tests.fakes.remote_driver:plain")
+        stream = start(plan, directory, device="cuda", options=StreamOptions(driver=self.driver, **settings))
+        self.marks.append(stream.marks)
+        return stream
 
     def contents(self, stream: WeightStream) -> dict[str, bytes]:
         state = stream.state_dict()
@@ -38,9 +45,16 @@ class Rung:
             self.driver.caller.synchronize()
         return {name: raw_bytes(tensor) for name, tensor in state.items()}
 
+    def device_bytes(self, *arenas: int) -> int:
+        """What the fake device holds for arenas of these sizes."""
+        unit = SHARED_UNIT if self.name == "U" else 1
+        return sum(-(-size // unit) * unit for size in arenas)
+
     def finish(self) -> None:
         if self.driver is not None:
             self.driver.finish()
+        endings = [mark.name for marks in self.marks for mark in marks() if "process ended" in mark.name]
+        assert endings == []
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:

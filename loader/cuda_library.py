@@ -1,0 +1,116 @@
+"""The few calls of libcuda that map another process's device memory, through ctypes.
+
+For the process that imports torch: ctypes is there already and lets go of the interpreter lock during each call, while
+`cuda.bindings` would be another import in the way of torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
+from typing import TYPE_CHECKING
+
+from loader.errors import CapabilityError, InternalError
+
+if TYPE_CHECKING:
+    from loader.arena import DeviceArena
+
+_SUCCESS = 0
+_BY_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_ON_DEVICE, _READ_WRITE = 1, 3  # CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc of CUDA 11.2 and later: location type, location id, flags."""
+
+    _fields_ = (("type", c_int), ("id", c_int), ("flags", c_int))
+
+
+_ARGUMENTS = {
+    "cuInit": (ctypes.c_uint,),
+    "cuDeviceGetCount": (ctypes.POINTER(c_int),),
+    "cuDeviceGet": (ctypes.POINTER(c_int), c_int),
+    "cuDevicePrimaryCtxRetain": (ctypes.POINTER(c_void_p), c_int),
+    "cuCtxGetCurrent": (ctypes.POINTER(c_void_p),),
+    "cuCtxSetCurrent": (c_void_p,),
+    "cuCtxSynchronize": (),
+    "cuMemImportFromShareableHandle": (ctypes.POINTER(c_uint64), c_void_p, c_int),
+    "cuMemAddressReserve": (ctypes.POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemSetAccess": (c_uint64, c_size_t, ctypes.POINTER(_Access), c_size_t),
+    "cuMemUnmap": (c_uint64, c_size_t),
+    "cuMemAddressFree": (c_uint64, c_size_t),
+    "cuMemRelease": (c_uint64,),
+    "cuGetErrorName": (c_int, ctypes.POINTER(c_char_p)),
+}
+
+
+class CudaLibrary:
+    """Implements `loader.driver.Importer`. Raises: CapabilityError: no driver library here."""
+
+    def __init__(self) -> None:
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+            for name, arguments in _ARGUMENTS.items():
+                getattr(self._library, name).argtypes = arguments
+        except (OSError, AttributeError) as error:
+            raise CapabilityError(
+                f"no CUDA driver: {error}",
+                where="libcuda.so.1",
+                hint="run on a machine with an NVIDIA driver",
+            ) from error
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code != _SUCCESS:
+            text = c_char_p()
+            self._library.cuGetErrorName(code, byref(text))
+            raise InternalError(
+                f"{name} failed: {(text.value or b'unknown error').decode()}", where="CUDA driver", found=code
+            )
+
+    def retain_context(self, ordinal: int) -> int:
+        count, device, context = c_int(), c_int(), c_void_p()
+        self._call("cuInit", 0)
+        self._call("cuDeviceGetCount", byref(count))
+        if ordinal >= count.value:
+            raise CapabilityError(
+                "no such CUDA device", where="device", found=ordinal, expected=f"0..{count.value - 1}"
+            )
+        self._call("cuDeviceGet", byref(device), ordinal)
+        self._call("cuDevicePrimaryCtxRetain", byref(context), device)
+        return context.value or 0
+
+    def use_context(self, context: int) -> None:
+        current = c_void_p()
+        self._call("cuCtxGetCurrent", byref(current))
+        if not current.value:
+            self._call("cuCtxSetCurrent", context)
+
+    def shared_import(self, fd: int, mapped: int, ordinal: int) -> int:
+        handle, pointer = c_uint64(), c_uint64()
+        access = _Access(_ON_DEVICE, ordinal, _READ_WRITE)
+        self._call("cuMemImportFromShareableHandle", byref(handle), fd, _BY_DESCRIPTOR)
+        try:
+            self._call("cuMemAddressReserve", byref(pointer), mapped, 0, 0, 0)
+            try:
+                self._call("cuMemMap", pointer, mapped, 0, handle, 0)
+                try:
+                    self._call("cuMemSetAccess", pointer, mapped, byref(access), 1)
+                except InternalError:
+                    self._library.cuMemUnmap(pointer, mapped)
+                    raise
+            except InternalError:
+                self._library.cuMemAddressFree(pointer, mapped)
+                raise
+        finally:
+            self._call("cuMemRelease", handle)  # the mapping keeps the memory
+        return pointer.value
+
+    def shared_free(self, pointer: int, mapped: int) -> None:
+        self._call("cuCtxSynchronize")
+        self._call("cuMemUnmap", pointer, mapped)
+        self._call("cuMemAddressFree", pointer, mapped)
+
+    def expose(self, arena: DeviceArena) -> object:
+        return arena

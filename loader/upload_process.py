@@ -1,0 +1,419 @@
+"""The uploader as a process of its own: an import in the parent cannot hold it up, nor it the import.
+
+It makes a context while the parent still plans, allocates device memory that the parent imports, and copies full slots of
+the parent's reader into it. Order is as in `loader.uploader`: first-time slots are pinned → copies on one stream → one
+event for the batch; slots go back, and chunks are reported, only when their event is seen complete. Standard library and
+`cuda.bindings` only. The end of the socket means: stop at the safe point and go.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import sys
+import threading
+import time
+from collections import deque
+from importlib import import_module
+
+from loader import reader as wire
+from loader import upload_wire as talk
+from loader.errors import CapabilityError, InternalError, WorkerError
+
+TYPE_CHECKING = False  # the typing module costs as much as everything else here
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from loader.driver import Driver
+    from loader.ring import Ring
+
+_POLL_MS = 1  # while copies are in flight
+_REPORT_S = 0.25  # chunks of unfinished groups are reported this often
+
+
+class Stop(Exception):
+    """The parent hung up or said BYE."""
+
+
+class Refused(Exception):
+    """This machine does not do it, but nothing was copied yet: another path may. Carries the WorkerError."""
+
+    def __init__(self, error: WorkerError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Post:
+    """Packets to the parent; never blocks: what does not fit now waits for the next `flush`."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._waiting: deque[tuple[bytes, list[int]]] = deque()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._waiting
+
+    def send(self, kind: int, payload: bytes = b"", fds: list[int] | None = None) -> None:
+        """`fds` are closed after they were sent."""
+        self._waiting.append((bytes([kind]) + payload, fds or []))
+        self.flush()
+
+    def mark(self, name: str, start_ns: int, size: int = 0) -> None:
+        self.send(talk.MARK, talk.encode_mark(name, start_ns, time.monotonic_ns(), size))
+
+    def flush(self) -> None:
+        """Raises: Stop: the parent is gone."""
+        import array
+        import socket
+
+        while self._waiting:
+            data, fds = self._waiting[0]
+            extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            try:
+                self._socket.sendmsg([data], extra, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except OSError:
+                raise Stop from None
+            self._waiting.popleft()
+            for fd in fds:
+                os.close(fd)
+
+    def wait_empty(self) -> None:
+        while self._waiting:
+            poll = select.poll()
+            poll.register(self._socket.fileno(), select.POLLOUT)
+            poll.poll()
+            self.flush()
+
+
+class Opening:
+    """The context, made by a thread from the first moment on. `fd` becomes readable when it is there or has failed."""
+
+    def __init__(self, factory: str, ordinal: int) -> None:
+        self._factory = factory
+        self._ordinal = ordinal
+        self.fd, self._done = os.pipe()
+        self.start_ns = time.monotonic_ns()
+        self.end_ns = 0
+        self.driver: Driver | None = None
+        self.context = 0
+        self._failure: WorkerError | None = None
+        threading.Thread(target=self._run, name="context", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.driver = _make_driver(self._factory)
+            self.context = self.driver.retain_context(self._ordinal)
+        except WorkerError as error:
+            self._failure = error
+        except Exception as error:  # noqa: BLE001 - border of a thread: reported to the parent
+            self._failure = InternalError(f"no CUDA context: {error!r}", where="loader.upload_process")
+        self.end_ns = time.monotonic_ns()
+        os.close(self._done)
+
+    def take(self) -> Driver:
+        """After `fd` became readable; the context is current in the calling thread then. Raises: Refused."""
+        os.close(self.fd)
+        if self._failure is not None or self.driver is None:
+            raise Refused(self._failure or InternalError("no driver", where="loader.upload_process"))
+        self.driver.use_context(self.context)
+        return self.driver
+
+
+def _make_driver(factory: str) -> Driver:
+    """`CudaDriver`, or in tests what `module:function` returns."""
+    if not factory:
+        from loader.driver import CudaDriver
+
+        return CudaDriver()
+    if os.environ.get(wire.FAULT_VARIABLE) != "1":
+        raise CapabilityError(
+            "fault injection is not allowed here",
+            where="uploader_driver",
+            hint=f"set {wire.FAULT_VARIABLE}=1 in tests",
+        )
+    module, _, function = factory.partition(":")
+    driver: Driver = getattr(import_module(module), function)()
+    return driver
+
+
+class Upload:
+    """One load: device memory, ring and stream, then the copies. Everything happens on one thread."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        ordinal: int,
+        work: talk.UploadWork,
+        fds: tuple[int, int, int],
+        make_ring: Callable[[Driver, mmap.mmap], Ring],
+        post: Post,
+    ) -> None:
+        self._driver = driver
+        self._work = work
+        ring_fd, self._full, self._free = fds
+        self._make_ring = make_ring
+        self._post = post
+        self._arenas: list[tuple[int, int]] = []
+        self._stream: int | None = None
+        self._ring: Ring | None = None
+        self._spare_events: list[int] = []
+        self._in_flight: deque[tuple[int, list[int], list[bytes], bool]] = deque()
+        self._loaded: list[bytes] = []
+        self._is_due = False
+        self._reported_s = time.monotonic()
+        self._missing = list(work.missing)
+        self._has_copied = False
+        self._pin_ns = 0
+        self.pinned = ("", 0, 0)  # of a mark, once the ring was given back
+        self.is_done = False
+        try:
+            self._open(ordinal, ring_fd)
+        except WorkerError as error:
+            self.close(is_failed=True)
+            raise Refused(error) from error
+
+    def _open(self, ordinal: int, ring_fd: int) -> None:
+        work, driver = self._work, self._driver
+        start = time.monotonic_ns()
+        free, total = driver.memory_info()
+        if sum(work.arenas) + work.reserve_bytes > free:
+            raise CapabilityError(
+                "device memory is short",
+                where=f"cuda:{ordinal}",
+                found=f"{free} of {total} bytes free",
+                expected=f"{sum(work.arenas)} bytes of arenas and {work.reserve_bytes} in reserve",
+                hint="stop what else holds the card, or load fewer groups",
+            )
+        fds: list[int] = []
+        try:
+            for size in work.arenas:
+                pointer, mapped, fd = driver.shared_alloc(size, ordinal)
+                self._arenas.append((pointer, mapped))
+                fds.append(fd)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        sizes = b"".join(talk.TIME.pack(mapped) for _, mapped in self._arenas)
+        self._post.send(talk.ARENAS, sizes, fds)
+        self._post.mark("uploader: device arenas", start, sum(work.arenas))
+        self._stream = driver.stream_create()
+        memory = mmap.mmap(ring_fd, work.slots * work.slot_bytes)
+        os.close(ring_fd)
+        self._ring = self._make_ring(driver, memory)
+
+    def run(self, sock: socket.socket) -> None:
+        """Until every chunk is on the device. Raises: Stop; Refused: no copy was made and none can be; EOFError: no reader."""
+        poll = select.poll()
+        poll.register(self._full, select.POLLIN)
+        poll.register(sock.fileno(), select.POLLIN)
+        while not (self.is_done and not self._in_flight):
+            for fd, _ in poll.poll(self._patience_ms()):
+                if fd != self._full:
+                    raise Stop
+                data = os.read(self._full, wire.RECORD.size * 1024)
+                if not data:
+                    raise EOFError
+                self._handle(data)
+            self._collect()
+            self._report()
+        self._is_due = True
+        self._report()
+
+    def _patience_ms(self) -> int | None:
+        if self._in_flight or not self._post.is_empty:
+            return _POLL_MS
+        return int(_REPORT_S * 1000) if self._loaded else None
+
+    def _handle(self, data: bytes) -> None:
+        news: list[bytes] = []
+        full: list[bytes] = []
+        for place in range(0, len(data), wire.RECORD.size):
+            record = data[place : place + wire.RECORD.size]
+            kind = record[0]
+            (full if kind == wire.FULL else news).append(record)
+            self.is_done = self.is_done or kind == wire.DONE
+        if full:
+            self._upload(full)
+        for start in range(0, len(news), talk.RECORDS_PER_PACKET):
+            self._post.send(talk.NEWS, b"".join(news[start : start + talk.RECORDS_PER_PACKET]))
+
+    def _upload(self, records: list[bytes]) -> None:
+        assert self._ring is not None, "open() has made a ring"
+        assert self._stream is not None, "open() has made a stream"
+        driver, stream, arenas = self._driver, self._stream, self._arenas
+        fields = [wire.RECORD.unpack(record)[1:3] for record in records]
+        reusable = self._pin([slot for _, slot in fields])
+        completes = False
+        for chunk, slot in fields:
+            base = self._ring.address(slot)
+            pieces, groups = self._work.chunks[chunk]
+            for offset, size, arena, place in pieces:
+                driver.copy_async(arenas[arena][0] + place, base + offset, size, stream)
+            for group in groups:
+                self._missing[group] -= 1
+                completes = completes or not self._missing[group]
+        self._has_copied = True
+        event = self._spare_events.pop() if self._spare_events else driver.event_create()
+        self._in_flight.append((event, reusable, records, completes))
+        driver.event_record(event, stream)
+
+    def _pin(self, slots: list[int]) -> list[int]:
+        """Pin filled slots; the ones that may be filled again. Raises: Refused: nothing can be pinned."""
+        ring = self._ring
+        assert ring is not None, "open() has made a ring"
+        was_refused, start = ring.refusal, time.monotonic_ns()
+        reusable = [slot for slot in slots if ring.pin(slot)]
+        self._pin_ns += time.monotonic_ns() - start
+        if ring.refusal and not was_refused:
+            if not ring.pinned_bytes and not self._has_copied:
+                raise Refused(InternalError(ring.refusal, where="uploader process"))
+            asked, got = ring.choice.bytes, ring.pinned_bytes
+            self._post.mark(f"warning: pinned {got} of {asked} bytes: {ring.refusal}", start, got)
+        return reusable
+
+    def _collect(self) -> None:
+        """Give back slots, and keep records, of copies that are complete."""
+        slots: list[int] = []
+        while self._in_flight and self._driver.event_query(self._in_flight[0][0]):
+            event, reusable, records, completes = self._in_flight.popleft()
+            self._spare_events.append(event)
+            slots += reusable
+            self._loaded += records
+            self._is_due = self._is_due or completes
+        if slots and not self.is_done:
+            try:
+                os.write(self._free, b"".join(map(wire.SLOT.pack, slots)))
+            except OSError:
+                return  # the reader is gone: `full` tells
+
+    def _report(self) -> None:
+        """Tell the parent what is on the device: whole groups at once, the rest now and then."""
+        now = time.monotonic()
+        if self._loaded and (self._is_due or now - self._reported_s > _REPORT_S):
+            stamp = talk.TIME.pack(time.monotonic_ns())
+            for start in range(0, len(self._loaded), talk.RECORDS_PER_PACKET):
+                part = self._loaded[start : start + talk.RECORDS_PER_PACKET]
+                self._post.send(talk.LOADED, stamp + b"".join(part))
+            self._loaded, self._is_due, self._reported_s = [], False, now
+        self._post.flush()
+
+    def close(self, is_failed: bool = False) -> None:
+        """The safe point, then everything is given back; the device memory lives on where it was imported.
+
+        Args:
+            is_failed: a context that is broken is not a new failure; the end of the process cleans up.
+        """
+        try:
+            self._give_back()
+        except WorkerError:
+            if not is_failed:
+                raise
+
+    def _give_back(self) -> None:
+        driver, start = self._driver, time.monotonic_ns()
+        if self._stream is not None:
+            driver.stream_synchronize(self._stream)
+            driver.stream_destroy(self._stream)
+            self._stream = None
+        for event in [*self._spare_events, *(item[0] for item in self._in_flight)]:
+            driver.event_destroy(event)
+        self._spare_events.clear()
+        self._in_flight.clear()
+        if self._ring is not None:
+            pinned = self._ring.pinned_bytes
+            self._ring.close()
+            self._ring = None
+            self.pinned = f"uploader: unpinned the ring, pinned in {self._pin_ns / 1e9:.3f} s", start, pinned
+        for pointer, mapped in self._arenas:
+            driver.shared_free(pointer, mapped)
+        self._arenas.clear()
+
+
+def _receive_work(sock: socket.socket) -> tuple[talk.UploadWork, tuple[int, int, int]]:
+    """(work, descriptors of ring, `full` and `free`). Raises: Stop."""
+    import socket
+
+    data, fds, _, _ = socket.recv_fds(sock, talk.PACKET_BYTES, talk.MOST_FDS, socket.MSG_CMSG_CLOEXEC)
+    if not data or data[0] != talk.WORK:
+        raise Stop
+    plan_fd, ring_fd, full, free = fds
+    work = talk.decode_work(os.pread(plan_fd, os.fstat(plan_fd).st_size, 0))
+    os.close(plan_fd)
+    return work, (ring_fd, full, free)
+
+
+def _wait_for(opening: Opening, sock: socket.socket) -> Driver:
+    poll = select.poll()
+    poll.register(opening.fd, select.POLLIN)
+    poll.register(sock.fileno(), select.POLLIN)
+    ready = {fd for fd, _ in poll.poll()}
+    if opening.fd not in ready:
+        os._exit(0)  # told to stop while the driver starts, which nothing can interrupt
+    return opening.take()
+
+
+def _serve(sock: socket.socket, post: Post, opening: Opening, ordinal: int) -> None:
+    from loader.budget import RingChoice
+    from loader.ring import Ring
+
+    work, fds = _receive_work(sock)
+    driver = _wait_for(opening, sock)
+    post.send(talk.MARK, talk.encode_mark("uploader: cuda context", opening.start_ns, opening.end_ns))
+    post.send(talk.CONTEXT)
+    choice = RingChoice(work.slots, work.slot_bytes, "")
+    upload = Upload(
+        driver, ordinal, work, fds, lambda driver, memory: Ring(driver, memory, choice, "register"), post
+    )
+    try:
+        upload.run(sock)
+    except BaseException:
+        upload.close(is_failed=True)
+        raise
+    upload.close()
+    post.mark(*upload.pinned)
+    post.send(talk.DONE)
+    post.wait_empty()
+    sock.recv(1)  # BYE or the end: what was not imported must not go before
+
+
+def main(arguments: list[str]) -> None:
+    """Entry. Arguments: descriptor of the socket, parent's pid or 0, device ordinal, driver factory of tests or ""."""
+    import _signal  # type: ignore[import-not-found]  # the public module spends 8 ms on its enums
+
+    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    fd, parent, ordinal = map(int, arguments[:3])
+    opening = Opening(arguments[3], ordinal)
+    if parent:
+        wire._die_with_parent(parent)
+    import socket
+
+    sock = socket.socket(fileno=fd)
+    post = Post(sock)
+    try:
+        _serve(sock, post, opening, ordinal)
+    except Stop:
+        return
+    except EOFError:
+        _last_words(post, talk.GONE)
+    except Refused as refused:
+        _last_words(post, talk.REFUSED, refused.error)
+    except WorkerError as error:
+        _last_words(post, talk.FAILED, error)
+    except Exception as error:  # noqa: BLE001 - border of the process: reported to the parent
+        _last_words(
+            post, talk.FAILED, InternalError(f"uploader failed: {error!r}", where="loader.upload_process")
+        )
+
+
+def _last_words(post: Post, kind: int, error: WorkerError | None = None) -> None:
+    try:
+        post.send(kind, talk.encode_error(error) if error else b"")
+        post.wait_empty()
+    except Stop:
+        sys.exit(1)

@@ -1,0 +1,107 @@
+"""What a process and its uploader process say to each other over a packet socket: a kind byte and a payload.
+
+To the uploader: WORK with the descriptors of an `UploadWork` (a memfd), the ring, `full` (to read) and `free` (to write);
+BYE when its device memory was imported and everything is done. The end of the socket, or BYE early = stop.
+From it: CONTEXT, ARENAS with one descriptor per arena, NEWS (reader's records other than FULL, as they come), LOADED
+(u64 time, then FULL records whose copies are complete), MARK, REFUSED or FAILED (an error), GONE (the reader ended), DONE.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from loader.errors import ArtifactError, CapabilityError, InternalError, RequestError, WorkerError
+
+TYPE_CHECKING = False  # typing costs more than everything else here, and this is on the way to the first copy
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from loader.load_plan import LoadPlan
+
+WORK, BYE = range(2)
+CONTEXT, ARENAS, NEWS, LOADED, MARK, REFUSED, FAILED, GONE, DONE = range(2, 11)
+TIME = struct.Struct("<Q")
+RECORDS_PER_PACKET = 512  # 32 KiB: fits any socket buffer
+PACKET_BYTES = 1 << 16
+MOST_FDS = 250  # the kernel's limit is 253 in one packet
+
+_ERRORS: Mapping[str, type[WorkerError]] = {
+    kind.kind: kind for kind in (RequestError, ArtifactError, CapabilityError, InternalError)
+}
+
+
+class UploadWork:
+    """What an uploader process needs to know of a plan. (No dataclass: its import costs the process 10 ms.)
+
+    Args:
+        arenas: their bytes.
+        chunks: per chunk its pieces (offset, bytes, arena, arena offset) and the groups that it touches.
+        missing: per group the number of its chunks.
+    """
+
+    def __init__(
+        self,
+        arenas: list[int],
+        chunks: list[tuple[list[tuple[int, int, int, int]], list[int]]],
+        missing: list[int],
+        slots: int,
+        slot_bytes: int,
+        reserve_bytes: int,
+    ) -> None:
+        self.arenas = arenas
+        self.chunks = chunks
+        self.missing = missing
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self.reserve_bytes = reserve_bytes
+
+    def encode(self) -> bytes:
+        return _dump(vars(self))
+
+
+def decode_work(data: bytes) -> UploadWork:
+    return UploadWork(**_load(data))
+
+
+def work_of(plan: LoadPlan, slots: int, slot_bytes: int, reserve_bytes: int) -> UploadWork:
+    """The uploader's part of `plan`."""
+    return UploadWork(
+        arenas=[arena.bytes for arena in plan.arenas],
+        chunks=[(list(chunk.pieces), list(chunk.groups)) for chunk in plan.chunks],
+        missing=[len(group.chunks) for group in plan.groups],
+        slots=slots,
+        slot_bytes=slot_bytes,
+        reserve_bytes=reserve_bytes,
+    )
+
+
+def encode_mark(name: str, start_ns: int, end_ns: int, size: int = 0) -> bytes:
+    return _dump([name, start_ns, end_ns, size])
+
+
+def decode_mark(data: bytes) -> tuple[str, int, int, int]:
+    name, start, end, size = _load(data)
+    return str(name), int(start), int(end), int(size)
+
+
+def encode_error(error: WorkerError) -> bytes:
+    parts = (error.message, error.where, error.found, error.expected, error.hint)
+    return _dump([error.kind, *(None if part is None else str(part) for part in parts)])
+
+
+def decode_error(data: bytes) -> WorkerError:
+    kind, message, where, found, expected, hint = _load(data)
+    return _ERRORS.get(kind, InternalError)(message, where=where, found=found, expected=expected, hint=hint)
+
+
+def _dump(value: object) -> bytes:
+    import json  # here, because the uploader process starts its context first
+
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _load(data: bytes) -> Any:
+    import json
+
+    return json.loads(data)

@@ -1,0 +1,105 @@
+"""The parent's end of an uploader process: `spawn_uploader` needs no plan, so that the context is made meanwhile."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from loader import upload_wire as talk
+from loader.child_process import FIRST_FD, Child, parent_argument, spawn
+from loader.options import device_ordinal
+
+_PROGRAM = "import sys; n = int(sys.argv[1]); sys.path[:0] = sys.argv[2 : 2 + n]; from loader.upload_process import main; main(sys.argv[2 + n :])"
+_END_S = 5.0  # for a context to be torn down
+
+
+class UploaderProcess:
+    """An uploader that waits for work, works, or has ended. Created by `spawn_uploader`."""
+
+    def __init__(self, child: Child, sock: socket.socket, ordinal: int, driver: str) -> None:
+        self.pid = child.pid
+        self.ordinal = ordinal
+        self.driver = driver
+        self._child = child
+        self._socket = sock
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def begin(self, work: bytes, fds: Sequence[int]) -> None:
+        """Send the work (an encoded `UploadWork`) and the descriptors of ring, `full` and `free`.
+
+        Raises: OSError: no memory for it here, or the process is gone.
+        """
+        memory = os.memfd_create("coldframe-work", os.MFD_CLOEXEC)
+        try:
+            view = memoryview(work)
+            while view:
+                view = view[os.write(memory, view) :]
+            socket.send_fds(self._socket, [bytes([talk.WORK])], [memory, *fds], socket.MSG_NOSIGNAL)
+        finally:
+            os.close(memory)
+
+    def receive(self) -> tuple[int, bytes, list[int]] | None:
+        """(kind, payload, descriptors, now the caller's) of the next packet; None = the process is gone."""
+        try:
+            data, fds, _, _ = socket.recv_fds(
+                self._socket, talk.PACKET_BYTES, talk.MOST_FDS, socket.MSG_CMSG_CLOEXEC
+            )
+        except OSError:
+            return None
+        return (data[0], data[1:], fds) if data else None
+
+    def dismiss(self) -> str:
+        """Let a process that is done go; how it ended."""
+        self.hang_up()
+        return self._child.stop(_END_S)
+
+    def hang_up(self) -> None:
+        """Tell it to stop; `receive` meets the end. May be called again, from any thread."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it hung up first
+
+    def stop(self, grace_s: float = _END_S) -> str:
+        """Hang up and wait until it is gone, by force after `grace_s`; how it ended. May be called again."""
+        self.hang_up()
+        return self._child.stop(grace_s)
+
+    def close(self) -> None:
+        """After `stop`. May be called again."""
+        self._socket.close()
+
+
+def spawn_uploader(device: str = "cuda", driver: str = "") -> UploaderProcess:
+    """Start a process that makes a context on `device` and waits for work.
+
+    Call it from the main thread where possible: only then the kernel kills the child with its parent; the end of the
+    socket tells it in every case.
+
+    Args:
+        driver: test hook: `module:function` that makes its driver.
+    Raises: OSError: no child process here. CapabilityError: `device` is not a CUDA device's name.
+    """
+    ordinal = device_ordinal(device)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        paths = _search_path()
+        arguments = [str(len(paths)), *paths, str(FIRST_FD), parent_argument(), str(max(ordinal, 0)), driver]
+        child = spawn(["-c", _PROGRAM], arguments, [theirs.fileno()])
+    except OSError as error:
+        ours.close()
+        raise OSError(f"no uploader process: {error}") from error
+    finally:
+        theirs.close()
+    return UploaderProcess(child, ours, max(ordinal, 0), driver)
+
+
+def _search_path() -> list[str]:
+    """Where the child finds `loader` and `cuda.bindings`: this package's parent, then this process's own path."""
+    here = str(Path(__file__).resolve().parent.parent)
+    return list(dict.fromkeys([here, *(os.path.abspath(path) for path in sys.path)]))  # noqa: PTH100 - links stay

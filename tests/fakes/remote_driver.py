@@ -1,0 +1,73 @@
+"""Drivers for an uploader process: each function is named by `StreamOptions.uploader_driver` and called in that process.
+
+A process whose books do not balance at its end exits with code 99.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+
+from tests.fakes.driver import FakeDriver
+
+
+def _checked(driver: FakeDriver) -> FakeDriver:
+    def check() -> None:
+        try:
+            driver.finish()
+        except AssertionError as error:
+            sys.stderr.write(f"fake driver: {driver.violations} {error!r}\n")
+            sys.stderr.flush()
+            os._exit(99)
+
+    atexit.register(check)
+    return driver
+
+
+def plain() -> FakeDriver:
+    return _checked(FakeDriver())
+
+
+def slow() -> FakeDriver:
+    return _checked(FakeDriver(max_delay_s=0.002))
+
+
+def no_device() -> FakeDriver:
+    return _checked(FakeDriver(has_device=False))
+
+
+def no_sharing() -> FakeDriver:
+    return _checked(FakeDriver(sharing_allowed=False))
+
+
+def no_pinning() -> FakeDriver:
+    return _checked(FakeDriver(pin_limit=0))
+
+
+def little_pinning() -> FakeDriver:
+    return _checked(FakeDriver(pin_limit=8192))
+
+
+def small_device() -> FakeDriver:
+    return _checked(FakeDriver(device_bytes=60_000))
+
+
+def broken_copy() -> FakeDriver:
+    """The fifth copy meets a sticky error; nothing can be released then."""
+    return FakeDriver(fail_copy=5)
+
+
+def dies_at_start() -> FakeDriver:
+    os._exit(7)
+
+
+class _Dying(FakeDriver):
+    def copy_async(self, target: int, source: int, size: int, stream: int) -> None:
+        super().copy_async(target, source, size, stream)
+        if self.copies == 5:
+            os.kill(os.getpid(), 9)
+
+
+def dies_in_a_copy() -> FakeDriver:
+    return _Dying()
