@@ -90,16 +90,22 @@ def _device_map(folder: Path, device: str) -> Figures:
 
 def _stream_module(folder: Path, device: str) -> Figures:
     """The same module through the ring: built without parameters while the bytes move, then given its tensors."""
-    from accelerate import init_empty_weights  # type: ignore[import-untyped]
+    import torch
+    from torch.nn.modules.module import register_module_parameter_registration_hook
 
     from loader.plain_files import plan_files
     from loader.stream import start
+
+    def without_memory(
+        module: object, name: str, parameter: "Tensor"
+    ) -> Any:  # torch declares None, and uses it
+        return torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
 
     model_class = _model_class(folder)
     _warm(device)
     started = time.monotonic()
     with start(plan_files(folder), folder, device=device) as stream:
-        with init_empty_weights(include_buffers=False):
+        with register_module_parameter_registration_hook(without_memory):
             model = _from_config(model_class, folder)
         model.load_state_dict(stream.state_dict(), assign=True)  # whatever types the files have
         for buffer in model.buffers():
