@@ -23,6 +23,8 @@ from runtime.parallel.environment import RankEnvironment
 from runtime.parallel.guard import Guard, GuardTimes
 from runtime.parallel.ranks import GroupRanks, OneRank, Ranks, SilentRanks
 
+_IDLE = timedelta(days=365)  # ranks wait for the next request this long; the guard knows idling from hanging
+
 
 @dataclass(frozen=True)
 class Connection:
@@ -53,7 +55,7 @@ def connect(
     """Join all ranks of the run.
 
     Args:
-        device: "cpu", or "cuda" of which this rank takes number `local_rank`.
+        device: "cpu", or "cuda" of which this rank takes number `local_rank`, or the only one that it sees.
         times: limits of the guard and of every collective.
         end_process: see `Guard`; the default prints the error and exits with its code.
     Raises: CapabilityError: the device is missing, or not all ranks came in time.
@@ -62,8 +64,7 @@ def connect(
     if environment.size == 1:
         return Connection(environment, OneRank(), Control(OneRank()), None)
     limit = timedelta(seconds=times.limit_s)
-    if device == "cuda":
-        _take_gpu(environment)
+    gpu = _take_gpu(environment) if device == "cuda" else None
     try:
         store, guard_store = _stores(environment, limit)
         dist.init_process_group(
@@ -72,7 +73,7 @@ def connect(
             rank=environment.rank,
             world_size=environment.size,
             timeout=limit,
-            device_id=torch.device("cuda", environment.local_rank) if device == "cuda" else None,
+            device_id=gpu,
         )
         guard = Guard(
             guard_store,
@@ -83,7 +84,7 @@ def connect(
             end_process or _exit,
         )
         guard.announce()
-        control = dist.new_group(backend="gloo", timeout=limit) if device == "cuda" else None
+        control = dist.new_group(backend="gloo", timeout=_IDLE)
         dist.barrier(group=control)
         guard.start()
     except RuntimeError as error:
@@ -109,15 +110,18 @@ def call_off() -> None:
         world.abort()
 
 
-def _take_gpu(environment: RankEnvironment) -> None:
-    if torch.cuda.device_count() <= environment.local_rank:
+def _take_gpu(environment: RankEnvironment) -> torch.device:
+    count = torch.cuda.device_count()
+    ordinal = 0 if count == 1 else environment.local_rank
+    if ordinal >= count:
         raise CapabilityError(
             "not a GPU for every rank of this host",
             where="device",
-            found=torch.cuda.device_count(),
+            found=count,
             expected=environment.local_size,
         )
-    torch.cuda.set_device(environment.local_rank)
+    torch.cuda.set_device(ordinal)
+    return torch.device("cuda", ordinal)
 
 
 def _stores(environment: RankEnvironment, limit: timedelta) -> tuple[PrefixStore, PrefixStore]:

@@ -88,6 +88,14 @@ def _pixels(unit: Any) -> Tensor:
     return torch.frombuffer(target, dtype=torch.uint8)
 
 
+def idle(connection: Connection, seconds: float) -> Any:
+    """Rank 0 lets the others wait for a command; longer than what would be a hang during a request."""
+    if connection.control.leads:
+        threading.Event().wait(seconds)
+        return connection.control.exchange({"op": "wake"})
+    return connection.control.exchange()
+
+
 def fail(connection: Connection, rank: int, how: str) -> Any:
     """All ranks gather again and again; `rank` fails after the first time."""
     part = torch.zeros(1000)

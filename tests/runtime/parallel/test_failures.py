@@ -44,6 +44,11 @@ def test_a_killed_rank_is_named_by_the_others(teams: dict[str, Team]) -> None:
     assert "rank 1 of 2 failed: stopped answering" in str(survivor)
 
 
+def test_idle_ranks_may_wait_longer_than_a_hang(teams: dict[str, Team]) -> None:
+    team = teams["hang"]
+    assert team.call("idle", seconds=4.5) == [{"op": "wake"}] * 2
+
+
 def test_a_hanging_rank_is_named_after_the_limit(teams: dict[str, Team]) -> None:
     team = teams["hang"]
     team.send("fail", rank=1, how="hang")

@@ -16,7 +16,13 @@ from typing import IO, Any
 
 import pytest
 
+from loader.manifest import read_manifest
 from prepare.cli import prepare_main
+from runtime.compute import Compute
+from runtime.family import family_for
+from runtime.ops.attention import attention
+from runtime.parallel.family import FamilyOnRanks
+from runtime.parallel.prepared import rank_manifest
 from scripts.tiny_checkpoint import write_tiny_checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -111,6 +117,24 @@ def ranks(bundle: Path) -> Iterator[TwoRanks]:
     ranks = TwoRanks(bundle)
     yield ranks
     ranks.close()
+
+
+def test_warm_up_runs_a_rank_s_share_at_the_request_s_size(bundle: Path) -> None:
+    manifest = rank_manifest(read_manifest(bundle), 1, 2)
+    family = FamilyOnRanks(
+        family_for(manifest, bundle), manifest, True, 1, 2, lambda: pytest.fail("no ranks")
+    )
+    prepared = family.prepare(family.parse(REQUEST))
+    shapes = []
+
+    def recorded(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        shapes.append(tuple(q.shape))
+        return attention(q, k, v, **options)
+
+    family.warm_up(prepared, Compute("cpu", recorded, attention))
+    config = family.capabilities.config.transformer
+    rows = prepared.parts["sequence"].num_rows
+    assert shapes == [(rows, config.num_attention_heads // 2, config.attention_head_dim)]
 
 
 def test_a_cancelled_job_leaves_both_ranks_ready_and_the_next_is_bit_identical(
