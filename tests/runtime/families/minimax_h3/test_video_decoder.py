@@ -142,6 +142,18 @@ def test_batched_tiles_equal_the_reference_bit_for_bit(tile_batch: int, seed: in
     assert torch.equal(frames, _reference(oracle, latents))
 
 
+@pytest.mark.parametrize("height", [1, 2, 3, 4, 5, 7, 10], ids=lambda h: f"{16 * h}-high")
+def test_all_tiles_in_one_forward_equal_one_by_one_at_every_width(height: int) -> None:
+    """C68 over one to five tiles a side, with every way of sharing out the overlaps; one to three units."""
+    config, weights = video_parts(_oracle(height, "half-rotated"))
+    whole = VideoDecoder(config, weights, "cpu", tiles=SMALL)
+    single = VideoDecoder(config, weights, "cpu", tiles=SMALL, tile_batch=1)
+    for width in range(1, 12):
+        latents = torch.randn(4, 7 + 5 * (width % 3), height, width)
+        assert torch.equal(whole.decode(latents), single.decode(latents)), (height, width)
+        whole.tile_batch = None  # chosen anew for the next canvas
+
+
 @pytest.mark.parametrize(
     ("num_latents", "parts"), [(7, [22]), (12, [17, 22]), (17, [17, 17, 22]), (9, [17, 13])]
 )
