@@ -21,6 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -240,11 +241,9 @@ def simultaneous_starts(bundle: Path, rounds: int, device: str = "cpu", workers:
     for _ in range(rounds):
         with tempfile.TemporaryDirectory(prefix="stress-") as folder:
             outputs = [Path(folder) / f"{number}.mp4" for number in range(workers)]
-            starts = [Start(generate(bundle, output, device)) for output in outputs]
-            for start in starts:
-                start.process.wait(_TIMEOUT_S)
-            for start in starts:
-                start.finish()
+            with ExitStack() as ends:  # all are started, then each is waited for, also when one fails
+                for output in outputs:
+                    ends.callback(Start(generate(bundle, output, device)).finish)
             if len({output.read_bytes() for output in outputs}) != 1:
                 raise RuntimeError("workers that ran at once made different files")
             if surplus := set(Path(folder).iterdir()) - set(outputs):
