@@ -77,7 +77,7 @@ def run_to_media(job: H3Job) -> dict[str, Any]:
     is_first = not isinstance(job, RanksJob) or job.leads
     samples = [torch.from_numpy(part) for part in decoders["audio"].units(latents)] if is_first else []
     pixels = [_pixels(unit) for unit in decoders["video"].units(latents)]
-    return {**latents, "pixels": pixels, "samples": samples}
+    return {**latents, "pixels": pixels, "samples": samples, "noise": job.report()["noise_sha256"]}
 
 
 def _pixels(unit: Any) -> Tensor:

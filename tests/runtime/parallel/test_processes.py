@@ -62,6 +62,7 @@ def test_one_two_and_four_ranks_make_the_same_media(team: Team, weights: Path, n
     for size, is_sharded in ((1, True), (2, True), (4, True), (4, False)):
         arguments = {"size": size, "is_sharded": is_sharded, "weights": str(weights), "num_text": num_text}
         first, *others = team.call("run_job", **arguments)
+        assert {media["noise"] for media in (first, *others[: size - 1])} == {expected["noise"]}  # C58
         for name in ("video", "audio"):
             bound = ROUNDING * float(expected[name].abs().max())
             torch.testing.assert_close(first[name], expected[name], rtol=0, atol=bound)
