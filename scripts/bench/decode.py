@@ -39,6 +39,7 @@ from runtime.families.minimax_h3.model.video_decoder import VideoDecoder
 from runtime.families.minimax_h3.model.video_vae_pixels import to_uint8
 from runtime.family import MediaPlan
 from runtime.media.check import Mp4Expectation, check_mp4
+from runtime.media.unit_encoder import PictureOptions
 from runtime.ops.decoder import EAGER, DecoderOperators
 from runtime.ops.fused_decoder import FusedDecoderOperators
 from runtime.pipeline import Hooks, decode_and_write
@@ -179,6 +180,33 @@ class Bench:
             "mean": float(difference.mean()),
         }
 
+    def encoder_times(self, clip: Clip) -> list[dict[str, Any]]:
+        """What is waited for at the very end: encoding one unit of 22 frames, by tune and threads of one session."""
+        plan = self.video.plan(clip.latents["video"][:, :7])
+        head, tail = self.video.decode_unit(clip.latents["video"][:, :7], 0, plan)
+        unit = DecodedUnit(self.video.join(head, None, tail, plan.units - 1, plan))
+        figures = []
+        for tune in ("zerolatency", ""):
+            for threads in (2, 4, 8, 16):
+                media, options = clip.media, {**self.encoders.options, "tune": tune, "threads": threads}
+                picture = PictureOptions(media.width, media.height, media.fps, **options)
+                self.encoders.pool.start(picture, media.num_frames)
+                milliseconds, size = [], 0
+                for _ in range(3):
+                    slot = self.encoders.pool.memory.acquire(10)
+                    assert slot is not None
+                    arrival = unit.copy_into(slot.view)
+                    if arrival is not None:
+                        arrival()
+                    start = time.perf_counter()
+                    size = len(
+                        self.encoders.pool.encode(slot, unit.num_frames, unit.layout, picture).result()
+                    )
+                    milliseconds.append((time.perf_counter() - start) * 1e3)
+                median = statistics.median(milliseconds)
+                figures.append({"tune": tune, "threads": threads, "unit_ms": median, "bytes": size})
+        return figures
+
     def precision(self, clip: Clip) -> dict[str, Any]:
         """Numeric effect of the fast path on one unit: float16 products against float32 everywhere, same weights."""
         latents = clip.latents["video"][:, :7, :32, :32]
@@ -286,6 +314,8 @@ def main() -> int:
         print(f"unit: {json.dumps(figures['unit'])}", flush=True)
         figures["eager_operators"] = bench.eager(middle)
         print(f"eager: {json.dumps(figures['eager_operators'])}", flush=True)
+        figures["encode_22_frames"] = bench.encoder_times(middle)
+        print(f"encode: {json.dumps(figures['encode_22_frames'])}", flush=True)
         figures["fp16_against_fp32"] = bench.precision(middle)
         print(f"precision: {json.dumps(figures['fp16_against_fp32'])}", flush=True)
     samples = bench.audio.decode(middle.latents["audio"]).cpu()
