@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
-from loader.errors import ArtifactError
+from loader.errors import ArtifactError, CapabilityError
 from loader.header import DTYPE_BYTES
 from loader.manifest import EDGE_BYTES
 from prepare.digests import ChunkDigests, FileDigests, edge_digest
@@ -42,6 +42,7 @@ class Table:
     condition_timesteps: timesteps of keyframe rows, one per row of `condition.blocks`; empty for tasks without keyframes.
     `match` has one per distinct (timestep, rows of the plan), because the plan's size decides the rounding.
     condition_index: evaluation -> index into them.
+    audio_condition: timestep of audio reference rows, the one row of `condition.audio`; None for tasks without.
     """
 
     schedule: Schedule
@@ -49,6 +50,7 @@ class Table:
     file: PlannedFile
     condition_timesteps: tuple[float, ...]
     condition_index: tuple[int, ...]
+    audio_condition: float | None = None
 
     @property
     def key(self) -> str:
@@ -70,9 +72,26 @@ def table_key(schedule: str, task: str) -> str:
 
 
 def plan_table(
-    schedule: Schedule, task: str, config: TransformerConfig, dtype: str, mode: Mode, *, has_keyframes: bool
+    schedule: Schedule,
+    task: str,
+    config: TransformerConfig,
+    dtype: str,
+    mode: Mode,
+    *,
+    has_keyframes: bool,
+    audio_condition: float | None = None,
 ) -> Table:
-    """Shapes, groups and places of one table. `dtype`: `"BF16"` or `"F32"`, that of the stored projections."""
+    """Shapes, groups and places of one table. `dtype`: `"BF16"` or `"F32"`, that of the stored projections.
+
+    Raises: CapabilityError: `match` with audio references, whose live plans this version does not know.
+    """
+    if audio_condition is not None and mode == "match":
+        raise CapabilityError(
+            "tables with audio references are canonical only",
+            where="--adaln",
+            found=mode,
+            expected="canonical",
+        )
     key = table_key(schedule.name, task)
     levels: tuple[float, ...] = ()
     index: tuple[int, ...] = ()
@@ -90,14 +109,15 @@ def plan_table(
     L, D = config.num_layers, config.hidden_size
     groups = []
     if levels:
-        groups.append(
-            _group(f"adaln/{key}/condition", {"condition.blocks": (L, len(levels), _TERMS, D)}, dtype)
-        )
+        condition: dict[str, tuple[int, ...]] = {"condition.blocks": (L, len(levels), _TERMS, D)}
+        if audio_condition is not None:
+            condition["condition.audio"] = (L, 1, _TERMS, D)
+        groups.append(_group(f"adaln/{key}/condition", condition, dtype))
     for e in range(schedule.evaluations):
         shapes = {f"step.{e:03d}.blocks": (L, _KINDS, _TERMS, D), f"step.{e:03d}.final": (2, _FINAL_TERMS, D)}
         groups.append(_group(f"adaln/{key}/step.{e:03d}", shapes, dtype))
     file = plan_file(f"adaln/{key}.safetensors", groups, {"schedule": schedule.name, "task": task})
-    return Table(schedule, task, file, levels, index)
+    return Table(schedule, task, file, levels, index, audio_condition)
 
 
 def _group(name: str, shapes: dict[str, tuple[int, ...]], dtype: str) -> OutputGroup:
@@ -269,6 +289,7 @@ class _CanonicalTables:
         conditions = [value for file in files for value in file.table.condition_timesteps]
         video = [value for schedule in schedules for value in schedule.video_timesteps] + conditions
         audio = [value for schedule in schedules for value in schedule.audio_timesteps]
+        audio += [file.table.audio_condition for file in files if file.table.audio_condition is not None]
         self._rows = {value: i for i, value in enumerate(sorted({*video, *audio}))}
         self._input = canonical_input(list(self._rows), embedder, config, dtype)
         # Row kinds: target video (and keyframes, which have the same tag), text at the video timestep, audio.
@@ -288,6 +309,9 @@ class _CanonicalTables:
                 block[:, kind, term] = self._pick(values, kind, steps)
                 if kind == 0 and file.table.has_condition:
                     condition[:, term] = self._pick(values, kind, file.table.condition_timesteps)
+                if kind == _KINDS - 1 and file.table.audio_condition is not None:
+                    row = self._pick(values, kind, [file.table.audio_condition])
+                    file.put("condition.audio", (layer * _TERMS + term) * D, row)
         for file, block, condition in zip(self._files, blocks, conditions, strict=True):
             _put_layer(file, layer, block, condition)
 

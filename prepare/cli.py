@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TextIO
 
 from loader.errors import RequestError, WorkerError
+from prepare.adapters import parse_adapter
 from prepare.family import DTYPES, VAE_LINEARS, PrepareOptions
 from prepare.progress import Progress, format_seconds, terminal_renderer
+from prepare.schedules import parse_sigmas, stored_schedules
 
 
 def prepare_main(argv: Sequence[str]) -> int:
@@ -46,10 +48,30 @@ def _prepare_parser() -> argparse.ArgumentParser:
         "target", type=Path, help="new prepared directory; an interrupted prepare of it is continued"
     )
     parser.add_argument(
-        "--task", action="append", default=[], help="t2va or fl2va; repeatable (default: all)"
+        "--task", action="append", default=[], help="t2va or fl2va; repeatable (default: all of the release)"
     )
     parser.add_argument(
-        "--schedule", action="append", default=[], help="base-<E>; repeatable (default: base-49)"
+        "--schedule",
+        action="append",
+        default=[],
+        help=f"base-<E>, fasth3-8, {', '.join(stored_schedules())}; repeatable (default: the release's own)",
+    )
+    parser.add_argument(
+        "--sigmas",
+        action="append",
+        default=[],
+        metavar="NAME=V,…/A,…",
+        help="a step schedule by its video and audio sigmas, or a file that holds them; repeatable",
+    )
+    parser.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="FILE[:SCALE]",
+        help="merge an adapter into the transformer; repeatable",
+    )
+    parser.add_argument(
+        "--partition", default="", help="which transformer of the release, e.g. ref2va (default: the first)"
     )
     parser.add_argument(
         "--dtype", choices=tuple(DTYPES), default="bfloat16", help="type of the stored matrices"
@@ -64,7 +86,9 @@ def _prepare_parser() -> argparse.ArgumentParser:
         "--adaln", choices=("canonical", "match"), default="canonical", help="how tables are rounded"
     )
     parser.add_argument("--device", default="cpu", help="where `--adaln match` computes them")
-    parser.add_argument("--variant", choices=("auto", "base", "fasth3"), default="auto")
+    parser.add_argument(
+        "--variant", default="auto", help="what the checkpoint must be (default: what its files say)"
+    )
     parser.add_argument("--repository", default="", help="recorded in the manifest")
     parser.add_argument("--revision", default="", help="recorded in the manifest")
     parser.add_argument(
@@ -100,6 +124,9 @@ def _prepare(args: argparse.Namespace) -> None:
     options = PrepareOptions(
         tasks=tuple(args.task),
         schedules=tuple(args.schedule),
+        sigmas=tuple(parse_sigmas(text) for text in args.sigmas),
+        lora=tuple(parse_adapter(text) for text in args.lora),
+        partition=args.partition,
         dtype=args.dtype,
         vae_linears=args.vae_linears,
         adaln=args.adaln,

@@ -14,6 +14,7 @@ from runtime.schedules import AUDIO_SHIFT, FASTH3_STEPS, FASTH3_VIDEO_SHIFT
 
 CONTRACT_NAME = "fastvideo_inference.json"
 CONTRACT_SCHEMA = "fasth3-inference-contract-v1"
+SPARSE_BACKEND, SPARSITY, TILE_ROWS = "VIDEO_SPARSE_ATTN_H3", 0.8, 64
 SCHEDULER_CONFIGS = {
     "video": "scheduler/scheduler_config.json",
     "audio": "audio_scheduler/scheduler_config.json",
@@ -22,12 +23,17 @@ SCHEDULER_CONFIGS = {
 
 @dataclass(frozen=True)
 class InferenceContract:
-    """What a distilled checkpoint must be run with. `steps`: thousandths of the unshifted grid, descending."""
+    """What a distilled checkpoint must be run with. `steps`: thousandths of the unshifted grid, descending.
+
+    sparsity, tile: of its sparse attention, see `SPARSE_BACKEND`.
+    """
 
     steps: tuple[int, ...]
     video_shift: float
     audio_shift: float
     schedule: str
+    sparsity: float
+    tile: int
 
 
 def read_contract(root: Path, *, is_distilled: bool) -> InferenceContract | None:
@@ -54,8 +60,18 @@ def read_contract(root: Path, *, is_distilled: bool) -> InferenceContract | None
     _expect(table, "audio_scheduler_shift", AUDIO_SHIFT)
     _expect(table, "guidance_scale", 1.0)
     _expect(table, "task", "t2av")
+    _expect(table, "attention_backend", SPARSE_BACKEND)
+    _expect(table, "vsa_sparsity", SPARSITY)
+    _expect(table, "vsa_tile_size", TILE_ROWS)
     check_scheduler_shifts(root, FASTH3_VIDEO_SHIFT, AUDIO_SHIFT, stated_by=CONTRACT_NAME)
-    return InferenceContract(steps, FASTH3_VIDEO_SHIFT, AUDIO_SHIFT, schedule=f"fasth3-{len(steps)}")
+    return InferenceContract(
+        steps,
+        FASTH3_VIDEO_SHIFT,
+        AUDIO_SHIFT,
+        schedule=f"fasth3-{len(steps)}",
+        sparsity=SPARSITY,
+        tile=TILE_ROWS,
+    )
 
 
 def check_scheduler_shifts(root: Path, video: float, audio: float, *, stated_by: str) -> None:

@@ -14,9 +14,12 @@ from typing import Any, Literal, Protocol
 from kernels.catalog import ModelSizes
 from loader.errors import RequestError
 from prepare.adaln import Table
+from prepare.adapters import Adapter
+from prepare.merge import Updates
 from prepare.recipe import Recipe
 from prepare.repack import Sources
 from runtime.families.minimax_h3.config import TransformerConfig
+from runtime.schedules import Schedule
 
 FAMILIES = {"minimax_h3": "prepare.families.minimax_h3.source"}
 
@@ -28,7 +31,8 @@ VAE_LINEARS = {"float16": "F16", "float32": "F32"}
 class PrepareOptions:
     """What the caller chooses. Everything but `device` and `workers` decides bytes and is written to the manifest.
 
-    tasks, schedules: empty means what the checkpoint's release is for.
+    tasks, schedules, sigmas: all empty means what the checkpoint's release is for. sigmas: ladders of the caller's own.
+    partition: which of a release's transformers. lora: adapter files to merge, each with its scale.
     dtype: `bfloat16` stores published types, `float32` widens everything.
     vae_linears: the video decoder's block linears, published in float32. `float16` rounds them once, as the published
         fast path does before every product: half the bytes, the same pixels on a GPU. `dtype` float32 keeps them.
@@ -40,11 +44,14 @@ class PrepareOptions:
 
     tasks: tuple[str, ...] = ()
     schedules: tuple[str, ...] = ()
+    sigmas: tuple[Schedule, ...] = ()
+    partition: str = ""
+    lora: tuple[tuple[Path, float], ...] = ()
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     vae_linears: Literal["float16", "float32"] = "float16"
     adaln: Literal["canonical", "match"] = "canonical"
     device: str = "cpu"
-    variant: Literal["auto", "base", "fasth3"] = "auto"
+    variant: str = "auto"
     repository: str = ""
     revision: str = ""
     ranks: tuple[int, ...] = (1,)
@@ -54,7 +61,10 @@ class PrepareOptions:
 
 
 class FamilySource(Protocol):
-    """One opened checkpoint: everything checked that headers and configurations can tell."""
+    """One opened checkpoint: everything checked that headers and configurations can tell.
+
+    updates: what adapters change. facts: further keys of the manifest's `model`.
+    """
 
     root: Path
     layout: str
@@ -67,6 +77,9 @@ class FamilySource(Protocol):
     tables: Sequence[Table]
     tokenizer: bytes
     orders: Mapping[str, Sequence[str]]
+    updates: Updates
+    adapters: Sequence[Adapter]
+    facts: Mapping[str, object]
     read_files: Sequence[Path]
     modulation: TransformerConfig
     kernel_sizes: ModelSizes

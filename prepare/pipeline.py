@@ -16,6 +16,7 @@ from pathlib import Path
 from loader.errors import ArtifactError
 from loader.manifest import MANIFEST_NAME, encode_manifest
 from prepare.adaln import ProjectionSource, TableFile, projection_bytes, write_tables
+from prepare.adapters import Adapter
 from prepare.compile import require_compiler
 from prepare.digests import FileDigests
 from prepare.family import DTYPES, FamilySource, PrepareOptions, open_source
@@ -94,7 +95,7 @@ def _fingerprint(source: FamilySource, options: PrepareOptions, plans: list[Plan
     """Digest of everything that decides bytes; source files by size and time, because hashing them takes minutes."""
     states = {
         str(path): (status.st_size, status.st_mtime_ns)
-        for path in source.read_files
+        for path in (*source.read_files, *(adapter.path for adapter in source.adapters))
         for status in [path.stat()]
     }
     identity = {
@@ -126,6 +127,7 @@ class _Run:
         self._source, self._options, self._staging, self._plans = source, options, staging, plans
         self._stop = threading.Event()
         weights = [[path] for path in source.read_files if path.suffix == ".safetensors"]
+        self._adapter_units = [[adapter.path] for adapter in source.adapters]
         # One unit for all the small files: every record costs a flush to disk.
         self._hash_units = [*weights, [path for path in source.read_files if path.suffix != ".safetensors"]]
         self._progress = Progress(self._bytes_to_process(), report)
@@ -144,7 +146,8 @@ class _Run:
         jobs: list[Future[None]] = []
         with ThreadPoolExecutor(self._num_workers(), thread_name_prefix="prepare") as pool:
             jobs += [pool.submit(self._write_weights, plan) for plan in self._plans]
-            jobs += [pool.submit(self._hash_sources, paths) for paths in self._hash_units]
+            units = (*self._hash_units, *self._adapter_units)
+            jobs += [pool.submit(self._hash_sources, paths) for paths in units]
             jobs.append(pool.submit(self._write_kernels))
             try:
                 wait(jobs, return_when=FIRST_EXCEPTION)
@@ -161,6 +164,7 @@ class _Run:
             weights_sha256=str(self._staging.finished(_TABLES)["weights_sha256"]),
             kernels=kernel_entries(self._staging),
             kernel_files=kernel_files(self._staging),
+            adapters=[self._adapter_record(adapter) for adapter in self._source.adapters],
         )
 
     def source_files(self) -> dict[str, Mapping[str, object]]:
@@ -188,7 +192,10 @@ class _Run:
     def _bytes_to_process(self) -> int:
         """Bytes that progress counts: hashed source files, read tensors, read projections."""
         hashed = [
-            path for paths in self._hash_units if not self._is_done(_unit_name(paths)) for path in paths
+            path
+            for paths in (*self._hash_units, *self._adapter_units)
+            if not self._is_done(_unit_name(paths))
+            for path in paths
         ]
         outputs = [plan for plan in self._plans if not self._is_done(plan.path)]
         tables = 0 if self._is_done(_TABLES) else projection_bytes(self._source.modulation)
@@ -207,15 +214,24 @@ class _Run:
             return
         scan = FiniteScan()
         with self._staging.new_file(plan.path) as file:
-            digests = write_prepared_file(plan, file, self._source.sources, scan, self._advance)
+            source = self._source
+            digests = write_prepared_file(plan, file, source.sources, scan, self._advance, source.updates)
         self._staging.finish({plan.path: _record(digests, zero_warnings(scan.zero_tensors()))})
 
     def _hash_sources(self, paths: Sequence[Path]) -> None:
         if self._is_done(_unit_name(paths)):
             return
-        root = self._source.root
-        files = {path.relative_to(root).as_posix(): _hash_file(path, self._advance) for path in paths}
+        files = {self._source_name(path): _hash_file(path, self._advance) for path in paths}
         self._staging.finish({_unit_name(paths): {"files": files}})
+
+    def _source_name(self, path: Path) -> str:
+        """Path within the checkpoint; of an adapter outside it the file's name."""
+        root = self._source.root
+        return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
+
+    def _adapter_record(self, adapter: Adapter) -> dict[str, object]:
+        (state,) = self._staging.finished(_unit_name([adapter.path]))["files"].values()
+        return {"name": adapter.path.name, "format": adapter.format, "scale": adapter.scale, **state}
 
     def _write_tables(self) -> None:
         if self._is_done(_TABLES):

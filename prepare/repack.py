@@ -5,10 +5,11 @@ Memory: one buffer of `PIECE_BYTES` (and its converted form) per call, whatever 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, BinaryIO
 
 from loader.errors import ArtifactError
@@ -16,6 +17,7 @@ from loader.header import DTYPE_BYTES
 from prepare.checkpoint import SourceTensor
 from prepare.digests import ChunkDigests, EdgeDigest, FileDigests
 from prepare.file_plan import PlannedFile
+from prepare.merge import Update, Updates, apply_updates, from_float64, to_float64
 from prepare.recipe import OutputTensor, Rows
 from prepare.scan import FiniteScan
 
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 PIECE_BYTES = 8 << 20
 
 Sources = Mapping[str, Mapping[str, SourceTensor]]
+NO_UPDATES: Updates = MappingProxyType({})
+
+# (published, prepared) types that need no arithmetic.
+_PLAIN = {("BF16", "BF16"), ("F32", "F32"), ("BF16", "F32"), ("F32", "F16")}
 Advance = Callable[[int], None]
 
 
@@ -67,6 +73,13 @@ class SourceReader:
             yield view if rows.columns is None else cut_columns(view, row_bytes, rows.columns, width)
             position += len(view)
 
+    def rows(self, tensor: SourceTensor, start: int, stop: int) -> memoryview:
+        """Bytes of a few rows of any tensor, in new memory. Raises: ArtifactError: see `pieces`."""
+        row_bytes = tensor.num_bytes // tensor.shape[0]
+        view = memoryview(bytearray((stop - start) * row_bytes))
+        self._read(tensor.path, tensor.offset + start * row_bytes, view)
+        return view
+
     def _read(self, path: Path, position: int, view: memoryview) -> None:
         try:
             descriptor = self._descriptors.get(path)
@@ -85,11 +98,20 @@ class SourceReader:
 
 
 def output_pieces(
-    tensor: OutputTensor, reader: SourceReader, sources: Sources, scan: FiniteScan
+    tensor: OutputTensor,
+    reader: SourceReader,
+    sources: Sources,
+    scan: FiniteScan,
+    updates: Updates = NO_UPDATES,
 ) -> Iterator[memoryview]:
-    """Bytes of one prepared tensor, in order, each piece scanned and brought to the output's type."""
+    """Bytes of one prepared tensor, in order, each piece changed, scanned and brought to the output's type."""
     for rows in tensor.parts:
-        dtype = sources[rows.component][rows.tensor].dtype
+        source = sources[rows.component][rows.tensor]
+        dtype = source.dtype
+        changes = updates.get(rows.component, {}).get(rows.tensor, ())
+        if changes or (dtype, tensor.spec.dtype) not in _PLAIN:
+            yield from _merged_pieces(rows, source, changes, tensor.spec.dtype, reader, scan)
+            continue
         for piece in reader.pieces(rows):
             words = as_words(piece, dtype)
             name = f"{rows.component}/{rows.tensor}"
@@ -102,6 +124,32 @@ def output_pieces(
                 yield narrow
             else:
                 yield widen(words)
+
+
+def _merged_pieces(
+    rows: Rows,
+    source: SourceTensor,
+    changes: tuple[Update, ...],
+    dtype: str,
+    reader: SourceReader,
+    scan: FiniteScan,
+) -> Iterator[memoryview]:
+    """Pieces of some rows with an adapter's changes, in the output's type; in float64 between the two."""
+    import numpy as np
+
+    name, first = f"{rows.component}/{rows.tensor}", rows.start
+    width = math.prod(source.shape[1:]) if rows.columns is None else rows.columns[1] - rows.columns[0]
+    assert width * DTYPE_BYTES[source.dtype] <= PIECE_BYTES, "pieces are whole rows"
+    for piece in reader.pieces(rows):
+        values = to_float64(piece, source.dtype).reshape(-1, width)
+        apply_updates(values, first, changes, reader, rows.columns)
+        first += values.shape[0]
+        if not np.isfinite(values).all():
+            scan.bad[name] = "not finite once merged" if changes else "NaN or inf"
+            values[:] = 0
+        merged = from_float64(values, dtype)
+        scan.check(name, dtype, as_words(merged, dtype))
+        yield merged
 
 
 def cut_columns(piece: memoryview, row_bytes: int, columns: tuple[int, int], width: int) -> memoryview:
@@ -135,7 +183,12 @@ def to_float16(words: np.ndarray) -> memoryview:
 
 
 def write_prepared_file(
-    plan: PlannedFile, target: BinaryIO, sources: Sources, scan: FiniteScan, advance: Advance
+    plan: PlannedFile,
+    target: BinaryIO,
+    sources: Sources,
+    scan: FiniteScan,
+    advance: Advance,
+    updates: Updates = NO_UPDATES,
 ) -> FileDigests:
     """Write header and data of one file.
 
@@ -154,7 +207,7 @@ def write_prepared_file(
                 digests.update(filler)
                 continue
             edge = EdgeDigest()
-            for piece in output_pieces(placed.output, reader, sources, scan):
+            for piece in output_pieces(placed.output, reader, sources, scan, updates):
                 target.write(piece)
                 digests.update(piece)
                 edge.update(piece)

@@ -21,6 +21,7 @@ class WrittenFiles:
     """Everything that was written: planned files with their digests, in manifest order, the tokenizer's, kernels.
 
     kernels: the manifest's entries. kernel_files: path and digests of their files, index included.
+    adapters: name, format, scale, size and SHA-256 of every merged adapter file.
     """
 
     files: Sequence[tuple[PlannedFile, FileDigests]]
@@ -28,6 +29,7 @@ class WrittenFiles:
     weights_sha256: str
     kernels: Sequence[Mapping[str, Any]] = ()
     kernel_files: Sequence[tuple[str, FileDigests]] = ()
+    adapters: Sequence[Mapping[str, Any]] = ()
 
 
 def build_manifest(
@@ -50,12 +52,14 @@ def build_manifest(
             "variant": source.variant,
             "dtype": DTYPES[options.dtype],
             "tasks": list(source.tasks),
+            **source.facts,
         },
         "source": {
             "layout": source.layout,
             "repository": options.repository,
             "revision": options.revision,
             "files": source_files,
+            **({"adapters": list(written.adapters)} if written.adapters else {}),
         },
         "options": byte_options(source, options),
         "config": source.config(),
@@ -89,6 +93,12 @@ def byte_options(source: FamilySource, options: PrepareOptions) -> dict[str, obj
     }
     if options.dtype != "float32":
         result["vae_linears"] = options.vae_linears
+    if options.partition:
+        result["partition"] = options.partition
+    if options.sigmas:
+        result["sigmas"] = {s.name: [list(s.video_bits), list(s.audio_bits)] for s in options.sigmas}
+    if options.lora:
+        result["lora"] = [{"name": path.name, "scale": scale} for path, scale in options.lora]
     if options.kernels:
         result["kernels"] = list(options.kernels)
     if options.ranks != (1,):

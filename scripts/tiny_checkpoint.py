@@ -1,6 +1,7 @@
 """Write a MiniMax-H3 checkpoint with random weights, in either published layout.
 
-    python -m scripts.tiny_checkpoint DIRECTORY [--preset demo] [--layout diffusers] [--seed 0]
+    python -m scripts.tiny_checkpoint DIRECTORY [--preset demo] [--layout diffusers] [--seed 0] [--variant fasth3]
+                                      [--partition ref2va]
 
 Files, tensor names, config keys, data types and row orders are those of the release; only sizes and values differ.
 Both layouts of one preset and seed hold the same logical weights. A tensor's values depend on the seed, its component
@@ -25,6 +26,7 @@ from prepare.families.minimax_h3.published import (
     VIDEO_VAE,
     published_tensors,
 )
+from prepare.families.minimax_h3.tree import PARTITIONS
 from prepare.recipe import TensorSpec
 from runtime.families.minimax_h3.config import H3Config
 from scripts.tiny_configs import write_configs
@@ -33,7 +35,7 @@ from scripts.tiny_tokenizer import write_tokenizer
 from scripts.tiny_weights import random_bits
 
 LAYOUTS = ("native", "diffusers")
-NATIVE_PARTITION = "FL2VA"
+VARIANTS = ("base", "fasth3")
 
 # layout -> component -> (folder, file stem, split into shards with an index)
 _WEIGHT_FILES = {
@@ -52,41 +54,58 @@ _WEIGHT_FILES = {
 }
 
 
-def write_tiny_checkpoint(directory: Path, preset_name: str | TinyConfig, layout: str, seed: int) -> None:
+def write_tiny_checkpoint(
+    directory: Path,
+    preset_name: str | TinyConfig,
+    layout: str,
+    seed: int,
+    variant: str = "base",
+    partition: str = "fl2va",
+) -> None:
     """Write a complete published tree.
 
     Args:
-        directory: created if missing; a native checkpoint goes to its subfolder `FL2VA`.
+        directory: created if missing; a native checkpoint goes to its subfolder `FL2VA` or `Ref2VA`.
         preset_name: `"test"`, `"demo"`, `"full"` or sizes of your own.
         layout: `"native"` or `"diffusers"`.
         seed: same seed, same logical weights in both layouts.
+        variant: `"base"` or `"fasth3"` (Diffusers layout: gates, its inference contract and shifts).
+        partition: `"ref2va"` writes another transformer, in a Diffusers tree to `transformer_ref/`.
     """
+    if variant != "base" and layout != "diffusers":
+        raise ValueError(f"{variant} is published in the Diffusers layout only")
     config = preset(preset_name) if isinstance(preset_name, str) else preset_name
-    root = directory / NATIVE_PARTITION if layout == "native" else directory
+    place = PARTITIONS[partition]
+    root = directory / place.native if layout == "native" else directory
+    own = place.diffusers if layout == "diffusers" else "transformer"
+    layout_tensors = _layout_tensors(config.model, layout, gated=variant == "fasth3")
     for component, (folder, stem, is_sharded) in _WEIGHT_FILES[layout].items():
-        tensors = _layout_tensors(config.model, layout)[component]
-        limit = config.shard_bytes if is_sharded else None
-        _write_weights(
-            root / folder, stem, _TensorSource(config.model, layout, component, seed), tensors, limit
+        is_transformer = component == TRANSFORMER
+        source = _TensorSource(
+            config.model, layout, component, seed, label=place.diffusers if is_transformer else component
         )
-    write_configs(root, config.model, layout)
+        limit = config.shard_bytes if is_sharded else None
+        target = root / (own if is_transformer else folder)
+        _write_weights(target, stem, source, layout_tensors[component], limit)
+    write_configs(root, config.model, layout, variant, partition)
     for folder in (
         ("tokenizer", "text_encoder", "processor") if layout == "native" else ("tokenizer", "processor")
     ):
         write_tokenizer(root / folder, config.num_base_tokens)
 
 
-def _layout_tensors(model: H3Config, layout: str) -> Mapping[str, Mapping[str, TensorSpec]]:
-    published = published_tensors(model)
+def _layout_tensors(model: H3Config, layout: str, *, gated: bool) -> Mapping[str, Mapping[str, TensorSpec]]:
+    published = published_tensors(model, gated=gated)
     return native_tensors(model, published) if layout == "native" else published
 
 
 class _TensorSource:
     """Bytes of one component's tensors in the names and row order of a layout."""
 
-    def __init__(self, model: H3Config, layout: str, component: str, seed: int) -> None:
-        self._component, self._seed = component, seed
-        self._published = published_tensors(model)[component]
+    def __init__(self, model: H3Config, layout: str, component: str, seed: int, label: str) -> None:
+        """label: what the values are drawn for."""
+        self._component, self._seed = label, seed
+        self._published = published_tensors(model, gated=layout == "diffusers")[component]
         self._places: dict[str, list[tuple[str, tuple[tuple[int, int], ...]]]] = {}
         for name, spec in self._published.items():
             if layout == "native":
@@ -173,8 +192,12 @@ def main(argv: Iterable[str] | None = None) -> int:
     )
     parser.add_argument("--layout", choices=LAYOUTS, default="diffusers")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--variant", choices=VARIANTS, default="base")
+    parser.add_argument("--partition", choices=tuple(PARTITIONS), default="fl2va")
     args = parser.parse_args(None if argv is None else list(argv))
-    write_tiny_checkpoint(args.directory, args.preset, args.layout, args.seed)
+    if args.variant != "base" and args.layout != "diffusers":
+        parser.error(f"--variant {args.variant} is published in the Diffusers layout only")
+    write_tiny_checkpoint(args.directory, args.preset, args.layout, args.seed, args.variant, args.partition)
     print(f"{args.preset} checkpoint, {args.layout} layout, seed {args.seed}: {args.directory}")
     return 0
 

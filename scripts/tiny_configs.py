@@ -8,8 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from prepare.contract import CONTRACT_NAME, CONTRACT_SCHEMA, SPARSE_BACKEND, SPARSITY, TILE_ROWS
+from prepare.families.minimax_h3.tree import PARTITIONS, Partition
 from runtime.families.minimax_h3.config import H3Config, VideoVAEConfig
-from runtime.schedules import AUDIO_SHIFT, VIDEO_SHIFT
+from runtime.schedules import AUDIO_SHIFT, FASTH3_STEPS, FASTH3_VIDEO_SHIFT, VIDEO_SHIFT
 
 _DIFFUSERS_VERSION = "0.42.1"
 _COMPONENTS = {
@@ -34,9 +36,14 @@ _NATIVE_TRANSFORMER_KEYS = {
 }
 
 
-def write_configs(root: Path, model: H3Config, layout: str) -> None:
+def write_configs(
+    root: Path, model: H3Config, layout: str, variant: str = "base", partition: str = "fl2va"
+) -> None:
     """Write every configuration file of the tree under `root` except the tokenizer's."""
-    files = _native_files(model) if layout == "native" else _diffusers_files(model)
+    if layout == "native":
+        files = _native_files(model, PARTITIONS[partition])
+    else:
+        files = _diffusers_files(model, PARTITIONS[partition].diffusers, variant)
     files |= {"text_encoder/config.json": _text_encoder(model), **_processor_files(model)}
     for path, content in files.items():
         target = root / path
@@ -45,7 +52,7 @@ def write_configs(root: Path, model: H3Config, layout: str) -> None:
         target.write_text(text, encoding="utf-8")
 
 
-def _diffusers_files(model: H3Config) -> dict[str, Any]:
+def _diffusers_files(model: H3Config, transformer: str, variant: str) -> dict[str, Any]:
     def component(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
         return {"_class_name": _COMPONENTS[name][1], "_diffusers_version": _DIFFUSERS_VERSION, **values}
 
@@ -58,7 +65,10 @@ def _diffusers_files(model: H3Config) -> dict[str, Any]:
         for name, entry in _COMPONENTS.items()
     }
     version = {"_diffusers_version": _DIFFUSERS_VERSION}
+    is_distilled = variant == "fasth3"
+    video_shift = FASTH3_VIDEO_SHIFT if is_distilled else VIDEO_SHIFT
     return {
+        **({CONTRACT_NAME: _contract()} if is_distilled else {}),
         "model_index.json": {"_class_name": "MiniMaxH3Pipeline", **version, **index},
         "modular_model_index.json": {
             "_class_name": "MiniMaxH3ModularPipeline",
@@ -66,15 +76,33 @@ def _diffusers_files(model: H3Config) -> dict[str, Any]:
             "_blocks_class_name": "MiniMaxH3Blocks",
             **modular,
         },
-        "transformer/config.json": component("transformer", asdict(model.transformer)),
+        f"{transformer}/config.json": component("transformer", asdict(model.transformer)),
         "vae/config.json": component("vae", asdict(model.video_vae)),
         "audio_vae/config.json": component("audio_vae", asdict(model.audio_vae)),
-        "scheduler/scheduler_config.json": component("scheduler", {"shift": VIDEO_SHIFT}),
+        "scheduler/scheduler_config.json": component("scheduler", {"shift": video_shift}),
         "audio_scheduler/scheduler_config.json": component("audio_scheduler", {"shift": AUDIO_SHIFT}),
     }
 
 
-def _native_files(model: H3Config) -> dict[str, Any]:
+def _contract() -> dict[str, Any]:
+    """The inference contract that a distilled release carries."""
+    return {
+        "schema_version": CONTRACT_SCHEMA,
+        "model_id": "FastVideo/FastVideo-FastH3-8-Step-V2",
+        "task": "t2av",
+        "dmd_denoising_steps": list(FASTH3_STEPS),
+        "transformer_forwards": len(FASTH3_STEPS),
+        "num_inference_steps": len(FASTH3_STEPS) + 1,
+        "video_scheduler_shift": FASTH3_VIDEO_SHIFT,
+        "audio_scheduler_shift": AUDIO_SHIFT,
+        "guidance_scale": 1.0,
+        "attention_backend": SPARSE_BACKEND,
+        "vsa_sparsity": SPARSITY,
+        "vsa_tile_size": TILE_ROWS,
+    }
+
+
+def _native_files(model: H3Config, partition: Partition) -> dict[str, Any]:
     index: dict[str, Any] = {
         "_class_name": "MiniMaxH3Pipeline",
         "scheduler": None,
@@ -86,8 +114,8 @@ def _native_files(model: H3Config) -> dict[str, Any]:
         "audio_vae": ["minimax_h3", "MiniMaxH3AudioVAE"],
         "_minimax_h3": {
             "schema_version": 1,
-            "partition": "fl2va",
-            "tasks": ["t2va", "fl2va"],
+            "partition": partition.name,
+            "tasks": list(partition.tasks),
             "task_aliases": {},
             "sigma_shift_scales": {"video": VIDEO_SHIFT, "audio": AUDIO_SHIFT},
         },

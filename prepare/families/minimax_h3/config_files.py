@@ -16,7 +16,6 @@ from runtime.schedules import AUDIO_SHIFT, VIDEO_SHIFT
 _COMMON_FILES = (
     "text_encoder/config.json",
     "processor/preprocessor_config.json",
-    "transformer/config.json",
     "audio_vae/config.json",
     "model_index.json",
 )
@@ -54,7 +53,8 @@ _NATIVE_AUDIO_FIXED = {
 
 def config_paths(tree: SourceTree) -> list[Path]:
     """Every configuration file that `read_config` reads, in a fixed order."""
-    return [tree.root / name for name in (*_COMMON_FILES, *_LAYOUT_FILES[tree.layout])]
+    names = (*_COMMON_FILES, tree.transformer_config, *_LAYOUT_FILES[tree.layout])
+    return [tree.root / name for name in names]
 
 
 def read_config(tree: SourceTree) -> H3Config:
@@ -62,7 +62,7 @@ def read_config(tree: SourceTree) -> H3Config:
     text = _load(tree, "text_encoder/config.json")
     is_native = tree.layout != DIFFUSERS
     config = {
-        "transformer": _native_transformer(tree) if is_native else _load(tree, "transformer/config.json"),
+        "transformer": _native_transformer(tree) if is_native else _load(tree, tree.transformer_config),
         "text": _text(text),
         "vision": _sub(text, "vision_config", "text_encoder/config.json"),
         "tokens": text,
@@ -129,9 +129,9 @@ def _image_processor(tree: SourceTree) -> dict[str, Any]:
 
 
 def _native_transformer(tree: SourceTree) -> dict[str, Any]:
-    config = _load(tree, "transformer/config.json")
+    config = _load(tree, tree.transformer_config)
     renamed = {
-        name: _need(config, native, "transformer/config.json")
+        name: _need(config, native, tree.transformer_config)
         for name, native in _NATIVE_TRANSFORMER_KEYS.items()
     }
     return {**config, **renamed}

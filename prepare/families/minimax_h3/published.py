@@ -26,11 +26,14 @@ _FILTER_TAPS = 12
 Named = Iterator[tuple[str, TensorSpec]]
 
 
-def published_tensors(config: H3Config) -> dict[str, dict[str, TensorSpec]]:
-    """Component folder -> tensor -> spec, Diffusers layout."""
+def published_tensors(config: H3Config, *, gated: bool = False) -> dict[str, dict[str, TensorSpec]]:
+    """Component folder -> tensor -> spec, Diffusers layout.
+
+    gated: the DiT's blocks (not the refiner's) have the gate of a compressed attention branch.
+    """
     return {
         TEXT_ENCODER: dict(_text_encoder(config.text, config.vision)),
-        TRANSFORMER: dict(_transformer(config.transformer)),
+        TRANSFORMER: dict(_transformer(config.transformer, gated)),
         VIDEO_VAE: dict(_video_vae(config.video_vae)),
         AUDIO_VAE: dict(_audio_vae(config.audio_vae)),
     }
@@ -49,7 +52,7 @@ def _affine(prefix: str, weight: TensorSpec, num_outputs: int) -> Named:
     yield f"{prefix}.bias", TensorSpec(weight.dtype, (num_outputs,))
 
 
-def _transformer(c: TransformerConfig) -> Named:
+def _transformer(c: TransformerConfig, gated: bool) -> Named:
     D = c.hidden_size
     yield from _affine("proj_in", _f32(D, c.video_row_dim), D)
     yield from _affine("audio_proj_in", _f32(D, c.audio_in_channels), D)
@@ -64,7 +67,7 @@ def _transformer(c: TransformerConfig) -> Named:
         yield from _dit_block(f"token_refiner.refiner_blocks.{i}", c)
     yield "token_refiner.final_norm.weight", _bf16(D)
     for i in range(c.num_layers):
-        yield from _dit_block(f"transformer_blocks.{i}", c)
+        yield from _dit_block(f"transformer_blocks.{i}", c, gated)
         out = _MODALITIES * _TERMS * D
         yield from _affine(f"transformer_blocks.{i}.adaln_proj.linear", _bf16(out, c.time_embed_dim), out)
     yield "norm_out.norm.weight", _bf16(D)
@@ -73,11 +76,13 @@ def _transformer(c: TransformerConfig) -> Named:
     yield from _affine("audio_proj_out", _f32(c.audio_in_channels, D), c.audio_in_channels)
 
 
-def _dit_block(prefix: str, c: TransformerConfig) -> Named:
+def _dit_block(prefix: str, c: TransformerConfig, gated: bool = False) -> Named:
     D, A = c.hidden_size, c.inner_dim
     yield f"{prefix}.norm1.weight", _bf16(D)
     for part in ("to_q", "to_k", "to_v"):
         yield f"{prefix}.attn.{part}.weight", _bf16(A, D)
+    if gated:  # reads what q, k and v read; rows by head like them
+        yield f"{prefix}.attn.to_gate_compress.weight", _bf16(A, D)
     yield f"{prefix}.attn.norm_q.weight", _bf16(c.attention_head_dim)
     yield f"{prefix}.attn.norm_k.weight", _bf16(c.attention_head_dim)
     yield f"{prefix}.attn.to_out.0.weight", _bf16(D, A)

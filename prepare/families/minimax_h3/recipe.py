@@ -19,6 +19,8 @@ from prepare.recipe import OutputGroup, OutputTensor, Recipe, Rows, TensorSpec
 from runtime.families.minimax_h3.config import H3Config
 
 EMBEDDING = "text_encoder_embed"
+REFERENCE_TASK = "ref2va"
+PICTURE_TASKS = frozenset({"fl2va", REFERENCE_TASK})
 LAYOUT = {"qkv": "q,k,v", "glu": "up,gate"}
 
 # New name -> published Diffusers names whose rows follow each other in it. {} stands for "weight" or "bias".
@@ -49,16 +51,23 @@ class _Place:
 
 
 def build_recipe(
-    config: H3Config, layout: str, tasks: Collection[str], dtype: str, vae_linears: str = "F32"
+    config: H3Config,
+    layout: str,
+    tasks: Collection[str],
+    dtype: str,
+    vae_linears: str = "F32",
+    *,
+    gated: bool = False,
 ) -> Recipe:
     """Everything prepare writes for `tasks`.
 
     Args:
         layout: of the checkpoint, `"native"` or `"diffusers"`; output names and bytes do not depend on it.
         dtype: `"BF16"` keeps the published types; `"F32"` stores every tensor as float32.
+        gated: the DiT has `to_gate_compress` matrices.
         vae_linears: of the video decoder's block linears, `"F32"` as published or `"F16"`; not with `dtype` `"F32"`.
     """
-    logical = published_tensors(config)
+    logical = published_tensors(config, gated=gated)
     published = native_tensors(config, logical) if layout == NATIVE else logical
     groups = []
     used: dict[str, set[str]] = {component: set() for component in published}
@@ -85,9 +94,10 @@ def build_recipe(
 
 def loading_order(config: H3Config, task: str, table: str, evaluations: int) -> tuple[str, ...]:
     """Group names of one task in order of use. `table`: `"<schedule>.<task>"`."""
-    has_keyframes = task == "fl2va"
+    has_keyframes = task in PICTURE_TASKS
     return (
         *(("text_encoder/visual", "vae/encoder") if has_keyframes else ()),
+        *(("audio_vae/encoder",) if task == REFERENCE_TASK else ()),
         *(f"text_encoder/layers.{i}" for i in range(config.text.conditioning_layer)),
         "transformer/prelude",
         *((f"adaln/{table}/condition",) if has_keyframes else ()),
@@ -109,7 +119,8 @@ def _places(config: H3Config, tasks: Collection[str]) -> Iterator[_Place]:
         yield _Place(
             f"text_encoder/layers.{i}", TEXT_ENCODER, TEXT_ENCODER, (f"{root}.layers.{i}.",), "conditioner"
         )
-    if "fl2va" in tasks:
+    has_pictures = not PICTURE_TASKS.isdisjoint(tasks)
+    if has_pictures:
         yield _Place("text_encoder/visual", TEXT_ENCODER, TEXT_ENCODER, ("model.visual.",), "conditioner")
     yield _Place(None, EMBEDDING, TEXT_ENCODER, (f"{root}.embed_tokens.",), "conditioner")
     dit_prelude = ("proj_in.", "audio_proj_in.", "context_embedder.", "token_refiner.")
@@ -133,9 +144,12 @@ def _places(config: H3Config, tasks: Collection[str]) -> Iterator[_Place]:
         yield _Place(f"vae/decoder.blocks.{i}", VIDEO_VAE, VIDEO_VAE, (block,), "decode_video")
     heads = ("decoder.norm_out.", "decoder.proj_out.")
     yield _Place("vae/decoder.heads", VIDEO_VAE, VIDEO_VAE, heads, "decode_video")
-    if "fl2va" in tasks:
+    if has_pictures:
         yield _Place("vae/encoder", VIDEO_VAE, VIDEO_VAE, ("encoder.", "quant_conv."), "keyframes")
     yield _Place("audio_vae/decoder", AUDIO_VAE, AUDIO_VAE, ("dec_in_proj.", "decoder."), "decode_audio")
+    if REFERENCE_TASK in tasks:
+        parts = ("encoder.", "pre_block.", "mean_proj.", "logs_proj.")
+        yield _Place("audio_vae/encoder", AUDIO_VAE, AUDIO_VAE, parts, "keyframes")
 
 
 def _select(specs: Mapping[str, TensorSpec], place: _Place) -> list[str]:

@@ -5,29 +5,47 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kernels.catalog import ModelSizes
-from loader.errors import CapabilityError, RequestError
+from loader.errors import RequestError
 from prepare.accounting import check_tensors
 from prepare.adaln import Table, plan_table
-from prepare.contract import CONTRACT_NAME, read_contract
-from prepare.families.minimax_h3.config_files import check_shifts, config_paths, read_config
+from prepare.adapters import Adapter, read_adapter
+from prepare.checkpoint import SourceTensor
+from prepare.contract import CONTRACT_NAME
+from prepare.families.minimax_h3.adapter_targets import adapter_targets, gates
+from prepare.families.minimax_h3.config_files import config_paths, read_config
 from prepare.families.minimax_h3.native import native_name
-from prepare.families.minimax_h3.published import TRANSFORMER
-from prepare.families.minimax_h3.recipe import LAYOUT, build_recipe, loading_order
-from prepare.families.minimax_h3.tree import NATIVE, TASKS, SourceTree, open_tree
+from prepare.families.minimax_h3.published import TRANSFORMER, published_tensors
+from prepare.families.minimax_h3.recipe import (
+    LAYOUT,
+    PICTURE_TASKS,
+    REFERENCE_TASK,
+    build_recipe,
+    loading_order,
+)
+from prepare.families.minimax_h3.release import (
+    Release,
+    check_schedules,
+    choose_tasks,
+    read_release,
+    with_bundle_gates,
+)
+from prepare.families.minimax_h3.tree import NATIVE, PARTITIONS, SourceTree, open_tree
 from prepare.family import DTYPES, VAE_LINEARS, PrepareOptions
-from prepare.recipe import Recipe
+from prepare.merge import Update, Updates
+from prepare.recipe import Recipe, TensorSpec
 from prepare.repack import Sources
+from prepare.schedules import resolve_schedules
 from prepare.shards import check_sizes, shard_groups, shard_orders
 from prepare.tokenizer import TOKENIZER_FILES, build_tokenizer, check_vision_ids
 from runtime.families.minimax_h3.config import H3Config, TransformerConfig
 from runtime.families.minimax_h3.shards import check_ranks, cut_of
-from runtime.schedules import DEFAULT_SCHEDULE, named_schedule
+from runtime.schedules import Schedule
 
 
 @dataclass(frozen=True)
@@ -47,6 +65,9 @@ class MiniMaxH3Source:
     model: H3Config
     family: str = "minimax_h3"
     variant: str = "base"
+    facts: Mapping[str, object] = field(default_factory=dict)
+    adapters: Sequence[Adapter] = ()
+    updates: Updates = field(default_factory=dict)
 
     @property
     def modulation(self) -> TransformerConfig:
@@ -54,10 +75,12 @@ class MiniMaxH3Source:
 
     @property
     def kernel_sizes(self) -> ModelSizes:
-        dit, text = self.model.transformer, self.model.text
+        dit, text, vae = self.model.transformer, self.model.text, self.model.video_vae
         return ModelSizes(
-            dit.hidden_size, dit.attention_head_dim, dit.rotary_dim, text.hidden_size, text.head_dim
-        )
+            dit.hidden_size, dit.attention_head_dim, dit.rotary_dim, text.hidden_size, text.head_dim,
+            vae.decoder_dim, vae.decoder_attention_head_dim,
+            int(vae.decoder_attention_head_dim * vae.decoder_rope_dim_ratio),
+        )  # fmt: skip
 
     def config(self) -> dict[str, Any]:
         as_json: dict[str, Any] = json.loads(json.dumps(self.model.to_dict()))
@@ -73,31 +96,29 @@ class MiniMaxH3Source:
 def open_source(checkpoint: Path, options: PrepareOptions) -> MiniMaxH3Source:
     """Open and check everything but tensor data.
 
-    Raises: ArtifactError: see the modules above. RequestError: unknown task or schedule. CapabilityError: a distilled
-    variant, whose transformer this recipe does not cover.
+    Raises: ArtifactError: see the modules above. RequestError: a task, schedule, variant, partition or number of ranks
+    that this checkpoint does not have.
     """
-    tasks = _tasks(options.tasks)
-    tree = open_tree(checkpoint)
-    _refuse_distilled(tree, options.variant)
+    tree = open_tree(checkpoint, _partition(options.partition))
+    release = read_release(tree, options.variant)
     model = read_config(tree)
-    check_shifts(tree)
+    adapters = _read_adapters(tree, model, release, options)
+    replaced = {name: tensor for adapter in adapters for name, tensor in adapter.replaced.items()}
+    if replaced:
+        release = with_bundle_gates(release)
+    tasks = choose_tasks(release, options.tasks)
+    schedules = resolve_schedules(options.schedules, options.sigmas, release.schedule)
+    check_schedules(release, schedules)
     dtype = DTYPES[options.dtype]
-    recipe = build_recipe(model, tree.layout, tasks, dtype, VAE_LINEARS[options.vae_linears])
-    sizes = check_sizes(options.ranks)
-    for size in sizes:
-        check_ranks(model, size)
-    cut = partial(cut_of, model)
-    recipe = dataclasses.replace(recipe, groups=shard_groups(recipe.groups, sizes, cut))
-    sources = {name: component.tensors for name, component in tree.components.items()}
+    linears = VAE_LINEARS[options.vae_linears]
+    recipe = build_recipe(model, tree.layout, tasks, dtype, linears, gated=release.gated)
+    sources, recipe = _with_replaced(tree, recipe, replaced)
     check_tensors(sources, recipe.published)
     tokenizer, ids = build_tokenizer(tree.root / "tokenizer")
     check_vision_ids(ids, dataclasses.asdict(model.tokens), model.text.vocab_size)
-    schedules = [named_schedule(name) for name in dict.fromkeys(options.schedules or (DEFAULT_SCHEDULE,))]
-    tables = [
-        plan_table(schedule, task, model.transformer, dtype, options.adaln, has_keyframes=task == "fl2va")
-        for schedule in schedules
-        for task in tasks
-    ]
+    sizes, cut = _sizes(model, options.ranks), partial(cut_of, model)
+    groups = shard_groups(recipe.groups, sizes, cut)
+    tables = [_table(model, schedule, task, options) for schedule in schedules for task in tasks]
     orders = {
         f"{table.task}/{table.schedule.name}": loading_order(
             model, table.task, table.key, table.schedule.evaluations
@@ -110,36 +131,89 @@ def open_source(checkpoint: Path, options: PrepareOptions) -> MiniMaxH3Source:
         notes=tree.notes,
         tasks=tasks,
         sources=sources,
-        recipe=recipe,
+        recipe=dataclasses.replace(recipe, groups=groups),
         tables=tables,
         tokenizer=tokenizer,
-        orders=shard_orders(orders, recipe.groups, sizes, cut),
+        orders=shard_orders(orders, groups, sizes, cut),
         read_files=_read_files(tree),
         model=model,
+        variant=release.variant,
+        facts=release.facts,
+        adapters=adapters,
+        updates={TRANSFORMER: _together(adapters)},
     )
 
 
-def _tasks(asked: Sequence[str]) -> tuple[str, ...]:
-    unknown = [task for task in asked if task not in TASKS]
-    if unknown:
-        raise RequestError("unknown task", where="task", found=", ".join(unknown), expected=", ".join(TASKS))
-    return tuple(task for task in sorted(TASKS) if not asked or task in asked)
-
-
-def _refuse_distilled(tree: SourceTree, variant: str) -> None:
-    contract = read_contract(tree.root, is_distilled=variant == "fasth3")
-    if contract is not None and variant != "base":
-        raise CapabilityError(
-            "distilled checkpoints cannot be prepared by this version",
-            where=CONTRACT_NAME,
-            found=contract.schedule,
-            expected="the base checkpoint",
+def _partition(asked: str) -> str:
+    name = asked or next(iter(PARTITIONS))
+    if name not in PARTITIONS:
+        raise RequestError(
+            "unknown partition", where="partition", found=repr(asked), expected=", ".join(PARTITIONS)
         )
+    return name
+
+
+def _read_adapters(
+    tree: SourceTree, model: H3Config, release: Release, options: PrepareOptions
+) -> list[Adapter]:
+    if not options.lora:
+        return []
+    own = published_tensors(model, gated=release.gated)[TRANSFORMER]
+    targets = adapter_targets(model, tree.layout, own)
+    replaceable = gates(published_tensors(model, gated=True)[TRANSFORMER])
+    adapters = [read_adapter(path, scale, targets, replaceable) for path, scale in options.lora]
+    if sum(bool(adapter.replaced) for adapter in adapters) > 1:
+        names = ", ".join(adapter.path.name for adapter in adapters if adapter.replaced)
+        raise RequestError("more than one adapter replaces gates", where="--lora", found=names)
+    return adapters
+
+
+def _with_replaced(
+    tree: SourceTree, recipe: Recipe, replaced: Mapping[str, SourceTensor]
+) -> tuple[Sources, Recipe]:
+    """Published tensors with those that an adapter replaces; their types are the adapter's."""
+    sources = {name: component.tensors for name, component in tree.components.items()}
+    if not replaced:
+        return sources, recipe
+    named = {
+        native_name(TRANSFORMER, name) if tree.layout == NATIVE else name: tensor
+        for name, tensor in replaced.items()
+    }
+    specs = {name: TensorSpec(tensor.dtype, tensor.shape) for name, tensor in named.items()}
+    published = {**recipe.published, TRANSFORMER: {**recipe.published[TRANSFORMER], **specs}}
+    sources[TRANSFORMER] = {**sources[TRANSFORMER], **named}
+    return sources, dataclasses.replace(recipe, published=published)
+
+
+def _together(adapters: Sequence[Adapter]) -> dict[str, tuple[Update, ...]]:
+    names = dict.fromkeys(name for adapter in adapters for name in adapter.updates)
+    return {name: tuple(u for a in adapters for u in a.updates.get(name, ())) for name in names}
+
+
+def _sizes(model: H3Config, ranks: Sequence[int]) -> tuple[int, ...]:
+    sizes = check_sizes(ranks)
+    for size in sizes:
+        check_ranks(model, size)
+    return sizes
+
+
+def _table(model: H3Config, schedule: Schedule, task: str, options: PrepareOptions) -> Table:
+    return plan_table(
+        schedule,
+        task,
+        model.transformer,
+        DTYPES[options.dtype],
+        options.adaln,
+        has_keyframes=task in PICTURE_TASKS,
+        audio_condition=1.0 if task == REFERENCE_TASK else None,
+    )
 
 
 def _read_files(tree: SourceTree) -> list[Path]:
     """Every file that prepare reads, sorted by its path in the tree."""
-    files = set(config_paths(tree)) | {tree.root / "tokenizer" / name for name in TOKENIZER_FILES}
+    contract = tree.root / CONTRACT_NAME
+    files = {*config_paths(tree), *([contract] if contract.is_file() else [])}
+    files |= {tree.root / "tokenizer" / name for name in TOKENIZER_FILES}
     for component in tree.components.values():
         files |= {*component.weight_files, *([component.index_file] if component.index_file else [])}
     return sorted(files)

@@ -11,23 +11,30 @@ from prepare.checkpoint import ComponentFiles, list_names, open_component, read_
 from prepare.families.minimax_h3.published import AUDIO_VAE, TEXT_ENCODER, TRANSFORMER, VIDEO_VAE
 
 NATIVE, DIFFUSERS = "native", "diffusers"
-NATIVE_PARTITION = "FL2VA"
 PRUNED_MARK = "adaln_t_table"
-TASKS = ("t2va", "fl2va")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One of the two transformers that share every other network.
+
+    native: its folder in a native repository. diffusers: folder of the transformer in a Diffusers tree.
+    """
+
+    name: str
+    native: str
+    diffusers: str
+    tasks: tuple[str, ...]
+
+
+PARTITIONS = {
+    "fl2va": Partition("fl2va", "FL2VA", "transformer", ("t2va", "fl2va")),
+    "ref2va": Partition("ref2va", "Ref2VA", "transformer_ref", ("ref2va",)),
+}
 
 _FOLDERS = {
-    DIFFUSERS: {
-        TEXT_ENCODER: "text_encoder",
-        TRANSFORMER: "transformer",
-        VIDEO_VAE: "vae",
-        AUDIO_VAE: "audio_vae",
-    },
-    NATIVE: {
-        TEXT_ENCODER: "text_encoder",
-        TRANSFORMER: "transformer",
-        VIDEO_VAE: "video_vae/source",
-        AUDIO_VAE: "audio_vae",
-    },
+    DIFFUSERS: {TEXT_ENCODER: "text_encoder", VIDEO_VAE: "vae", AUDIO_VAE: "audio_vae"},
+    NATIVE: {TEXT_ENCODER: "text_encoder", VIDEO_VAE: "video_vae/source", AUDIO_VAE: "audio_vae"},
 }
 _CLASS_LAYOUT = {"MiniMaxH3Transformer3DModel": DIFFUSERS, "MiniMaxH3DiTModel": NATIVE}
 _MARKS = {
@@ -38,33 +45,43 @@ _MARKS = {
 
 @dataclass(frozen=True)
 class SourceTree:
-    """One published checkpoint. `root` is the folder that holds `transformer/`."""
+    """One published checkpoint. `root` is the folder that holds the networks' folders."""
 
     root: Path
     layout: str
     components: Mapping[str, ComponentFiles]
+    partition: Partition
+
+    @property
+    def transformer_config(self) -> str:
+        """Path of the transformer's configuration, relative to `root`."""
+        return f"{self.components[TRANSFORMER].folder.name}/config.json"
 
     @property
     def notes(self) -> tuple[str, ...]:
         return tuple(note for component in self.components.values() for note in component.notes)
 
 
-def open_tree(checkpoint: Path) -> SourceTree:
-    """Open a MiniMax-H3 checkpoint: a Diffusers tree, a native partition, or a repository that holds `FL2VA/`.
+def open_tree(checkpoint: Path, partition: str = "fl2va") -> SourceTree:
+    """Open a MiniMax-H3 checkpoint: a Diffusers tree, a native partition, or a repository that holds native partitions.
 
+    Args:
+        partition: key of `PARTITIONS`.
     Raises: ArtifactError: not a tree of this model, a mixture of layouts, another partition, damaged files.
     """
-    root = _find_root(checkpoint)
-    transformer = open_component(root / "transformer")
-    layout = detect_layout(transformer.tensors, "transformer")
-    check_class(root / "transformer", layout, transformer.tensors)
+    chosen = PARTITIONS[partition]
+    folder = _find_transformer(checkpoint, chosen)
+    transformer = open_component(folder)
+    layout = detect_layout(transformer.tensors, folder.name)
+    check_class(folder, layout, transformer.tensors)
     if layout == NATIVE:
-        _check_partition(root)
-    components = {
-        component: transformer if component == TRANSFORMER else open_component(root / folder)
-        for component, folder in _FOLDERS[layout].items()
-    }
-    return SourceTree(root, layout, components)
+        _check_partition(folder.parent, chosen)
+    elif folder.name != chosen.diffusers:
+        raise ArtifactError(
+            "partition is missing", where=str(folder.parent), found=folder.name, expected=chosen.diffusers
+        )
+    others = {name: open_component(folder.parent / other) for name, other in _FOLDERS[layout].items()}
+    return SourceTree(folder.parent, layout, {TRANSFORMER: transformer, **others}, chosen)
 
 
 def detect_layout(names: Collection[str], where: str) -> str:
@@ -107,21 +124,22 @@ def check_class(folder: Path, layout: str, names: Collection[str]) -> None:
         )
 
 
-def _find_root(checkpoint: Path) -> Path:
+def _find_transformer(checkpoint: Path, partition: Partition) -> Path:
     if not checkpoint.is_dir():
         raise ArtifactError("checkpoint folder does not exist", where=str(checkpoint))
-    for root in (checkpoint, checkpoint / NATIVE_PARTITION):
-        if (root / "transformer").is_dir():
-            return root
+    places = dict.fromkeys((partition.diffusers, f"{partition.native}/transformer", "transformer"))
+    for place in places:
+        if (checkpoint / place).is_dir():
+            return checkpoint / place
     raise ArtifactError(
         "not a MiniMax-H3 checkpoint",
         where=str(checkpoint),
         found=list_names(sorted(path.name for path in checkpoint.iterdir())),
-        expected=f"a folder with transformer/, or with {NATIVE_PARTITION}/transformer/",
+        expected=f"a folder with one of {', '.join(f'{place}/' for place in places)}",
     )
 
 
-def _check_partition(root: Path) -> None:
+def _check_partition(root: Path, partition: Partition) -> None:
     where = "model_index.json: _minimax_h3"
     block = read_json(root / "model_index.json", "model_index.json").get("_minimax_h3")
     if not isinstance(block, dict):
@@ -130,11 +148,11 @@ def _check_partition(root: Path) -> None:
         raise ArtifactError(
             "unknown schema_version", where=where, found=repr(block.get("schema_version")), expected=1
         )
-    if block.get("partition") != "fl2va":
+    if block.get("partition") != partition.name:
         raise ArtifactError(
-            f"partition cannot serve {' and '.join(TASKS)}",
+            f"partition cannot serve {' and '.join(partition.tasks)}",
             where=where,
             found=repr(block.get("partition")),
-            expected="'fl2va'",
-            hint=f"prepare the {NATIVE_PARTITION} folder",
+            expected=repr(partition.name),
+            hint=f"prepare the {partition.native} folder, or choose another --partition",
         )

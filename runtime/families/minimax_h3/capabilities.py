@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from loader.errors import ArtifactError
+from loader.errors import ArtifactError, CapabilityError
 from runtime.families.minimax_h3.canvas import (
     SMALL_CANVAS,
     SMALL_FRAMES,
@@ -56,8 +56,10 @@ def capabilities_of(manifest: Manifest, *, strict: bool = False) -> Capabilities
     The published limits belong to the released model; any other size (a tiny model for tests and demonstrations) gets
     small canvases and short clips. `strict` takes diffusers' limits on the clip length instead of the native ones.
 
-    Raises: ArtifactError: the manifest names a task without a schedule, or a broken schedule.
+    Raises: ArtifactError: the manifest names a task without a schedule, or a broken schedule. CapabilityError: it was
+    prepared from a transformer that this version cannot run.
     """
+    _check_runnable(manifest)
     config = H3Config.from_dict(manifest.config)
     schedules: dict[Task, tuple[Schedule, ...]] = {}
     for task in TASKS:
@@ -88,3 +90,23 @@ def capabilities_of(manifest: Manifest, *, strict: bool = False) -> Capabilities
         canvas=CanvasLimits() if released else SMALL_CANVAS,
         frames=STRICT_FRAMES if strict else FrameLimits() if released else SMALL_FRAMES,
     )
+
+
+def _check_runnable(manifest: Manifest) -> None:
+    variant, tasks = manifest.model.get("variant", "base"), manifest.model.get("tasks")
+    if variant != "base":
+        raise CapabilityError(
+            "the model needs video sparse attention (VSA), which this version does not have",
+            where="manifest.json: model.variant",
+            found=repr(variant),
+            expected="'base'",
+            hint="prepare the base checkpoint; dense attention would give other videos",
+        )
+    if isinstance(tasks, list | tuple) and tasks and not any(task in TASKS for task in tasks):
+        raise CapabilityError(
+            "tasks that this version does not serve",
+            where="manifest.json: model.tasks",
+            found=", ".join(map(str, tasks)),
+            expected=" or ".join(TASKS),
+            hint="prepare the partition that serves them",
+        )
