@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from loader.manifest import Manifest
     from runtime.compute import Compute
     from runtime.family import Family, ImageResolver, Job, Prepared
+    from runtime.media.fragments import Receiver
     from runtime.settings import Settings
     from runtime.weights import WeightSet
 
@@ -67,12 +68,14 @@ class Engine:
         cancelled: threading.Event | None = None,
         on_phase: Callable[[str], None] | None = None,
         on_step: Callable[[int, int], None] | None = None,
+        receiver: Receiver | None = None,
     ) -> dict[str, object]:
         """Generate one video at `output`.
 
         Args:
             timeline: where to record; the start's own for the first request (default), a new one for later requests.
             cancelled, on_phase, on_step: see `runtime.pipeline.Hooks`.
+            receiver: gets the video as a fragmented MP4 while it is decoded; its failure ends the request.
         Returns: the request's report and the run's figures, JSON-ready.
         Raises: pipeline.Cancelled, WorkerError.
         """
@@ -85,7 +88,8 @@ class Engine:
             **{name: call for name, call in optional.items() if call is not None},
         )
         job = self.start_job(prepared)
-        figures = generate(job, output, hooks, self.encoders.options, self.encoders.pool)
+        encoder = {**self.encoders.options, "receiver": receiver}
+        figures = generate(job, output, hooks, encoder, self.encoders.pool)
         return {**prepared.report, **figures}
 
     def synchronize(self) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from runtime.media.picture_memory import PictureMemory
 from runtime.media.unit_encoder import PictureOptions, encode_pictures
 from tests.runtime.media.clips import moving_frames, tone
 
+ROOT = Path(__file__).parents[3]
 OPTIONS = PictureOptions(48, 32, threads=1)
 FRAMES = moving_frames(17)
 
@@ -197,3 +201,30 @@ def test_a_request_fails_and_leaves_nothing_when_encoders_keep_dying(tmp_path: P
                 with pytest.raises(InternalError, match="encoder: encoder processes died on one task"):
                     writer.finish()
         assert list(tmp_path.iterdir()) == []
+
+
+def test_encoders_end_with_their_worker_however_it_ends() -> None:
+    program = (
+        "import sys, time\n"
+        "from runtime.media.encoder_pool import EncoderPool\n"
+        "from runtime.media.unit_encoder import PictureOptions\n"
+        "pool = EncoderPool(2)\n"
+        "pool.probe(PictureOptions(48, 32, threads=1))\n"
+        "print(*(process.child.pid for process in pool._all), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    worker = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    )
+    assert worker.stdout is not None
+    assert worker.stdin is not None
+    descriptors = [os.pidfd_open(int(pid)) for pid in worker.stdout.readline().split()]
+    worker.kill()
+    worker.wait()
+    for descriptor in descriptors:
+        ended, _, _ = select.select([descriptor], [], [], 30)
+        os.close(descriptor)
+        assert ended
+    worker.stdin.close()
+    worker.stdout.close()
+    assert len(descriptors) == 2
