@@ -80,9 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--size", default="768x768")
     parser.add_argument("--num-frames", type=int, default=124)
-    parser.add_argument("--ours-s", type=float, help="our first DiT entry on this machine, for the ratio")
     parser.add_argument(
-        "--result", default="", help="name under scripts/bench/results/; none is written without"
+        "--name", default="peer_diffusers", help="name of the result file (full preset only); empty: none"
     )
     return parser
 
