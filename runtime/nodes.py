@@ -1,6 +1,7 @@
 """The nodes of a worker's start. Adding a component to the start means adding a node here.
 
-On the main thread: reader (spawned first: it boots while the manifest is parsed) → manifest → load → torch → models →
+On the main thread: spawn (the reader, the uploader, and torch's libraries on their way into memory, first: all of
+that goes on while the manifest is parsed) → manifest → load → torch → models →
 compute → warm-up. Beside it, on the request's thread: parse → tokens, pictures, packed layout, embedding rows. The
 conditioner and the first step follow in `runtime.pipeline`, behind the load, because every group is waited for where it
 is used.
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
     from loader.options import StreamOptions
     from loader.reader_link import ChildReader
     from loader.stream import WeightStream
+    from loader.uploader_link import UploaderProcess
     from runtime.compute import Compute
     from runtime.engine import Engine
     from runtime.family import Family, ImageResolver, Prepared
     from runtime.settings import Settings
+    from runtime.torch_preload import Preload
     from runtime.weights import WeightSet
 
 
@@ -70,13 +73,15 @@ class WorkerStart:
         self.device = choose_device(settings.device)
         self.order = ""
         self.weights: WeightSet | None = None
-        self.spawned: ChildReader | None = None
+        self.reader: ChildReader | None = None
+        self.uploader: UploaderProcess | None = None
+        self.preload: Preload | None = None
 
     def nodes(self) -> list[Node]:
         return [
-            Node("reader", self.reader),
+            Node("spawn", self.spawn, cancel=self.stop_loading),
             Node("manifest", self.manifest),
-            Node("load", self.load, needs=("reader", "manifest"), cancel=self.stop_loading),
+            Node("load", self.load, needs=("spawn", "manifest"), cancel=self.stop_loading),
             # After `load`, so that its imports do not delay the first read.
             Node("request", self.request, needs=("load",), thread="request"),
             Node("torch", self.torch, needs=("load",)),
@@ -85,29 +90,39 @@ class WorkerStart:
             Node("warm-up", self.warm_up, needs=("compute", "request")),
         ]
 
-    def reader(self, results: Results) -> None:
-        """Spawn the reader's process; without one the loader's fallbacks decide."""
+    def spawn(self, results: Results) -> None:
+        """Spawn the reader's and, for a GPU, the uploader's process; without them the loader's fallbacks decide."""
         if not self.settings.bundle:
             raise RequestError(
                 "no prepared directory given", where="bundle", hint="coldframe prepare makes one"
             )
-        if self.settings.loader_path:
-            return
-        from loader.reader_link import spawn_reader
-
         try:
-            self.spawned = spawn_reader()
+            self.spawn_processes()
         except OSError as error:
-            self.timeline.note(reader=f"not spawned early: {error}")
+            self.timeline.note(spawn=f"not spawned early: {error}")
+        from runtime.torch_preload import start_preload
+
+        if self.settings.torch_trims == "all":
+            self.preload = start_preload()
+
+    def spawn_processes(self) -> None:
+        """The uploader for a GPU and the reader, unless a rung of the loader is forced that has none."""
+        if self.device == "cuda" and self.settings.loader_path in ("", "U"):
+            from loader.uploader_link import spawn_uploader
+
+            self.uploader = spawn_uploader(self.device)
+        self.spawn_reader()
+
+    def spawn_reader(self) -> None:
+        if self.settings.loader_path in ("", "U", "A"):
+            from loader.reader_link import spawn_reader
+
+            self.reader = spawn_reader()
 
     def manifest(self, results: Results) -> tuple[Any, Any]:
         from loader.manifest import read_manifest
         from runtime.family import family_for
 
-        if not self.settings.bundle:
-            raise RequestError(
-                "no prepared directory given", where="bundle", hint="coldframe prepare makes one"
-            )
         manifest = read_manifest(self.directory, self.settings.manifest_sha256 or None)
         family = family_for(manifest, self.directory, self.settings.task, self.settings.schedule)
         if self.on_family is not None:
@@ -129,9 +144,16 @@ class WorkerStart:
         from loader.load_plan import plan_load
         from loader.stream import start
 
-        reader, self.spawned = self.spawned, None  # the first stream takes the reader over
-        plan = plan_load(manifest, groups)
-        return start(plan, self.directory, device=self.device, options=self.stream_options(), reader=reader)
+        reader, self.reader = self.reader, None  # the first stream takes the processes over
+        uploader, self.uploader = self.uploader, None
+        return start(
+            plan_load(manifest, groups),
+            self.directory,
+            device=self.device,
+            options=self.stream_options(),
+            reader=reader,
+            uploader=uploader,
+        )
 
     def stream_options(self) -> StreamOptions:
         from loader.options import StreamOptions
@@ -147,10 +169,11 @@ class WorkerStart:
     def stop_loading(self) -> None:
         if self.weights is not None:
             self.weights.close()
-        spawned, self.spawned = self.spawned, None
-        if spawned is not None:
-            spawned.stop()
-            spawned.close()
+        spawned = [process for process in (self.uploader, self.reader) if process is not None]
+        self.uploader = self.reader = None
+        for process in spawned:
+            process.stop()
+            process.close()
 
     def request(self, results: Results) -> Prepared | None:
         if self.body is None:
@@ -162,9 +185,11 @@ class WorkerStart:
         return prepared
 
     def torch(self, results: Results) -> None:
-        from runtime.torch_import import import_torch
+        from runtime.torch_import import choose_trims, import_torch
 
-        import_torch(self.device, self.settings.cpu_threads)
+        trims = choose_trims(self.settings.torch_trims)
+        done = import_torch(self.device, self.settings.cpu_threads, trims, self.preload)
+        self.timeline.note(torch=done.facts())
         self.timeline.mark("torch_ready")
 
     def models(self, results: Results) -> None:

@@ -95,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--storage-gbps", type=float, help="throttle the reader")
-    parser.add_argument("--loader-path", choices=("A", "B", "C", "D", "E"), help="force a rung of the loader")
+    parser.add_argument(
+        "--loader-path", choices=("U", "A", "B", "C", "D", "E"), help="force a rung of the loader"
+    )
     parser.add_argument("--timeline", metavar="FILE.json")
     return parser
 

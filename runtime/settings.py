@@ -31,13 +31,14 @@ class Settings:
         ring_gib: size of the pinned ring; 0: chosen from the machine.
         reader_threads: 0: chosen from the machine.
         storage_gbps: throttle for experiments, in 10^9 bytes per second; 0: none.
-        loader_path: force a rung of the loader's fallback ladder (A to E); empty: probed.
+        loader_path: force a rung of the loader's fallback ladder (U, A to E); empty: probed.
         host_reader: with several GPUs, `shared`: one reader and one ring for the host's ranks; `own`: one each.
         rank_limit_s: with several ranks, silence or a step that counts as a hang; longer than the longest step.
         encoder_processes: H.264 encoders beside the worker; 0: chosen from the machine.
         encoder_codec: `libx264`, or `h264_nvenc` where the GPU has an encoder.
         encoder_preset: of that codec; the fastest by default, since the last unit's encoding is waited for.
         encoder_crf: constant quality, 0 to 51, lower is better.
+        torch_trims: shortcuts of `import torch` to take, comma separated; `all` or `none`.
         cpu_threads: torch's threads on the CPU; 0: torch's own choice.
         log_level: of the JSON log on stderr.
     """
@@ -59,6 +60,7 @@ class Settings:
     encoder_codec: str = "libx264"
     encoder_preset: str = "ultrafast"
     encoder_crf: int = 18
+    torch_trims: str = "all"
     cpu_threads: int = 0
     log_level: str = "INFO"
 
@@ -69,7 +71,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "verify": ("edges", "full", "auto"),
     "encoder_codec": ("libx264", "h264_nvenc"),
     "host_reader": ("shared", "own"),
-    "loader_path": ("", "A", "B", "C", "D", "E"),
+    "loader_path": ("", "U", "A", "B", "C", "D", "E"),
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
 }
 

@@ -83,10 +83,12 @@ class RankStart(WorkerStart):
         self.timeline.note(rank=rank, ranks=size)
         return manifest, on_ranks
 
-    def reader(self, results: Results) -> None:
-        """One for the host's ranks, or one each."""
-        if not self.shares_reader or self.environment.local_rank == 0:
-            super().reader(results)
+    def spawn_processes(self) -> None:
+        """One reader for the host's ranks, or a reader and an uploader each."""
+        if not self.shares_reader:
+            super().spawn_processes()
+        elif self.environment.local_rank == 0:
+            self.spawn_reader()
 
     @property
     def shares_reader(self) -> bool:
@@ -100,7 +102,7 @@ class RankStart(WorkerStart):
             return super().start_stream(manifest, groups)
         from runtime.parallel.shared_load import start_shared
 
-        reader, self.spawned = self.spawned, None
+        reader, self.reader = self.reader, None
         return start_shared(
             self.environment,
             self.whole,
