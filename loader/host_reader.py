@@ -52,6 +52,7 @@ class HostReader:
         reader: ChildReader | None = None,
     ) -> None:
         self.address = address
+        self.read_bytes = 0  # so far, of chunks; each counted once, whoever takes it
         self._takers = shared.takers
         self._size = self._expected = len(shared.members)
         self._members: dict[int, _Member] = {}
@@ -164,6 +165,7 @@ class HostReader:
             if kind == wire.FULL:
                 takers = self._takers[number]
                 self._waiting[slot] = len(takers)
+                self.read_bytes += wire.RECORD.unpack(record)[4]
                 for member in takers:
                     self._deliver(member, record)
             elif kind == wire.GATHERED:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from loader.errors import CapabilityError
 from loader.host_link import join_host, socket_address
 from loader.host_plan import host_plan
 from loader.host_reader import HostReader
@@ -38,12 +39,19 @@ def start_shared(
     Args:
         manifest: the directory's own, not a rank's view. order: key into this rank's view of its orders.
         reader: on the host's first rank, one that was spawned early.
-    Raises: OSError: no shared memory or no child process on the first rank. InternalError: it did not come.
+    Raises: CapabilityError: no shared memory, child process or socket on the first rank. InternalError: it did not come.
     """
     shared = host_plan([plan_load(manifest, groups) for groups in _orders(environment, manifest, order)])
     address = socket_address(environment.run_id, environment.host_ranks.start)
     if environment.local_rank == 0:
-        HostReader(shared, directory, options, address, reader)
+        try:
+            HostReader(shared, directory, options, address, reader)
+        except OSError as error:
+            raise CapabilityError(
+                f"ranks cannot share a reader here ({error})",
+                where="loader",
+                hint="set COLDFRAME_HOST_READER=own, then every rank reads for itself",
+            ) from error
     link = join_host(address, environment.local_rank, JOIN_S)
     return start(
         shared.members[environment.local_rank],

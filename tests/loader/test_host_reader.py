@@ -81,9 +81,7 @@ def test_every_rank_gets_its_own_and_shared_bytes_are_read_once(
         found = contents(stream, host.drivers[rank])
         assert found == {name: prepared.content[name] for name in expected}
     needed = {group for order in orders for group in order}
-    (stats,) = {
-        mark.bytes for stream in streams for mark in stream.marks() if mark.name.startswith("reader used")
-    }
+    stats = host.reader.read_bytes
     assert stats == sum(chunk.bytes for chunk in host.shared.plan.chunks)
     # A chunk is one rank's and another's where their ranges end alike; elsewhere a part of a chunk is read twice.
     once = sum(chunk.bytes for chunk in plan_load(manifest, sorted(needed), chunk_bytes=CHUNK).chunks)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import uuid
 from pathlib import Path
 
 import pytest
 
-from loader.load_plan import plan_load
+from loader.errors import CapabilityError
+from loader.host_link import socket_address
 from loader.manifest import read_manifest
 from loader.options import StreamOptions
 from runtime.parallel.environment import RankEnvironment
@@ -38,7 +40,6 @@ def test_ranks_share_a_reader_and_see_whole_groups(tmp_path: Path) -> None:
     manifest = read_manifest(tmp_path)
     run, drivers = uuid.uuid4().hex, [FakeDriver(seed=rank) for rank in range(2)]
     found: dict[int, dict[str, bytes]] = {}
-    read: list[int] = []
 
     def start(rank: int) -> None:
         environment = RankEnvironment(rank, 2, rank, 2, run_id=run)
@@ -50,7 +51,6 @@ def test_ranks_share_a_reader_and_see_whole_groups(tmp_path: Path) -> None:
         drivers[rank].caller.synchronize()
         found[rank] = {name: raw_bytes(tensor) for name, tensor in block.items()}
         stream.wait_all()
-        read.extend(mark.bytes for mark in stream.marks() if mark.name.startswith("reader used"))
         del block
         stream.close()
 
@@ -63,8 +63,15 @@ def test_ranks_share_a_reader_and_see_whole_groups(tmp_path: Path) -> None:
         assert found[rank]["w"] == prepared.content["dit/w"]
         assert found[rank]["q"] == prepared.content[f"dit/rank-{rank}-of-2/q"]
         drivers[rank].finish()
-    everything = plan_load(manifest, list(manifest.groups)).total_bytes
-    assert set(read) == {everything}, "every group was read once for both"
+
+
+def test_a_host_that_refuses_the_socket_is_told_what_to_do(tmp_path: Path) -> None:
+    write_prepared(tmp_path, LAYOUT, ORDERS)
+    taken = RankEnvironment(0, 2, 0, 1, run_id=uuid.uuid4().hex)
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(socket_address(taken.run_id, 0))
+        with pytest.raises(CapabilityError, match=r"cannot share a reader here.*COLDFRAME_HOST_READER=own"):
+            start_shared(taken, read_manifest(tmp_path), "t/s", tmp_path, "cuda", StreamOptions())
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/unix"), reason="Linux")  # noqa: PTH110
