@@ -22,9 +22,10 @@ GOOD = Mp4Expectation(width=48, height=32, frames=41, audio_samples=round(41 * 3
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("good") / "clip.mp4"
-    with Mp4Writer(path, 48, 32, threads=1) as writer:
+    with Mp4Writer(path, 48, 32, frames=41, threads=1) as writer:
         writer.add_frames(moving_frames(41))
-        writer.finish(tone(41))
+        writer.add_sound(tone(41))
+        writer.finish()
     return path
 
 
@@ -148,9 +149,10 @@ def test_shifted_clicks_fail(tmp_path: Path) -> None:
     expectation = Mp4Expectation(frames=141, clicks=True)
     for shift, good in ((0, True), (256, True), (640, False), (-640, False)):
         path = tmp_path / f"{shift}.mp4"
-        with Mp4Writer(path, 128, 96, threads=1) as writer:
+        with Mp4Writer(path, 128, 96, frames=len(frames), threads=1) as writer:
             writer.add_frames(frames)
-            writer.finish(np.roll(audio, shift, axis=1))
+            writer.add_sound(np.roll(audio, shift, axis=1))
+            writer.finish()
         assert check_mp4(path, expectation).ok == good, shift
 
 
@@ -158,9 +160,10 @@ def test_one_bright_frame_is_flagged(tmp_path: Path) -> None:
     """C67: an isolated frame brighter than its neighbours."""
     frames = moving_frames(60).copy()
     frames[31] = np.minimum(frames[31].astype(int) + 25, 255)
-    with Mp4Writer(tmp_path / "clip.mp4", 48, 32, threads=1) as writer:
+    with Mp4Writer(tmp_path / "clip.mp4", 48, 32, frames=60, threads=1) as writer:
         writer.add_frames(frames)
-        writer.finish(tone(60))
+        writer.add_sound(tone(60))
+        writer.finish()
     report = check_mp4(tmp_path / "clip.mp4", Mp4Expectation(forbid_spikes=True))
     assert report.facts["spikes"] == [31]
     assert any("[31]" in problem for problem in report.problems)
