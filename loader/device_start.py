@@ -37,10 +37,20 @@ def start_device(
     uploader: UploaderProcess | None,
 ) -> WeightStream:
     """`loader.stream.start` for a CUDA device; the reader works before the context exists."""
-    load = _DeviceLoad(plan, directory, device_ordinal(device), options, reader)
-    transport = load.open_remote(uploader) or load.open_local()
+    ordinal = device_ordinal(device)
+    process, reason = None, ""
+    try:  # before everything else: the context takes longest
+        process, reason = open_uploader(options, ordinal, len(plan.arenas), reader, uploader)
+    except OSError as error:
+        reason = str(error)
+    try:
+        load = _DeviceLoad(plan, directory, ordinal, options, reader)
+        transport = load.open_remote(process, reason) or load.open_local()
+    except BaseException:
+        _end(process, reader)
+        raise
     transport.start()
-    return WeightStream(load.plan, f"cuda:{load.ordinal}", transport, load.progress, load.rows)
+    return WeightStream(load.plan, f"cuda:{ordinal}", transport, load.progress, load.rows)
 
 
 class _DeviceLoad:
@@ -97,39 +107,48 @@ class _DeviceLoad:
         self._intake.use(link)
         self.rows.use(link)
 
-    def open_remote(self, uploader: UploaderProcess | None) -> Transport | None:
-        """Path U, or None and a mark that says why not. Raises: CapabilityError: it was forced and is not possible."""
+    def open_remote(self, process: UploaderProcess | None, reason: str) -> Transport | None:
+        """Path U, or None and a mark that says why not.
+
+        Args:
+            process: None = not possible for `reason`, if there is one.
+        Raises: CapabilityError: it was forced and is not possible.
+        """
         options, link = self.options, None
-        try:
-            process, reason = open_uploader(
-                options, self.ordinal, len(self.plan.arenas), self._reader, uploader
-            )
-            if process is None:
-                return None
-            work = work_of(self.plan, self.choice.slots, self.choice.slot_bytes, options.reserve_bytes)
+        if process is not None:
             try:
-                link = self._child_reader()
-                self._begin(link)
-                process.begin(work.encode(), link.shared_fds())
-            except OSError:
-                _end(process, link)
-                raise
-        except OSError as error:
+                link = self._begin_remote(process)
+            except OSError as error:
+                reason = str(error)
+        if process is None or link is None:
             if options.path == "U":
-                _end(self._reader)
-                raise CapabilityError(
-                    str(error), where="path U", hint="leave the path out to fall back"
-                ) from error
-            self.progress.mark(f"path U refused: {error}")
+                raise CapabilityError(reason, where="path U", hint="leave the path out to fall back")
+            if reason:
+                self.progress.mark(f"path U refused: {reason}")
             return None
-        link.drop_pool()
         self.progress.mark(f"path U, {link.kind}: {reason}")
+        self.progress.mark(f"uploader {process.pid} started")
         self._adopt(link)
         driver = options.driver
         return RemoteUpload(
             self.plan, process, link, lambda: driver or CudaLibrary(), self._intake, self.progress, self.rows,
             self._patience, None if options.path else self.open_local,
         )  # fmt: skip
+
+    def _begin_remote(self, process: UploaderProcess) -> ChildReader:
+        """Start the reader, give the process its work. Raises: OSError: one is not possible; both are ended then."""
+        link = None
+        try:
+            link = self._child_reader()
+            self._begin(link)
+            work = work_of(self.plan, self.choice.slots, self.choice.slot_bytes, self.options.reserve_bytes)
+            process.begin(work.encode(), link.shared_fds())
+            link.drop_pool()
+            return link
+        except OSError as error:
+            ending = process.stop()
+            _end(process, link)
+            raise OSError(f"{error}; uploader process: {ending}") from error
 
     def _child_reader(self) -> ChildReader:
         reader, self._reader = self._reader, None

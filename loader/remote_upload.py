@@ -135,13 +135,12 @@ class RemoteUpload:
                 self._patience.check()
             self._patience.check()
             packet = self._process.receive()
-            if packet is None or packet[0] == talk.DONE:
-                ending = self._process.dismiss()
-                if packet is None and not self._is_closing:
-                    raise self._ended(ending)
-                if packet is not None and ending != "exit code 0":
-                    self._progress.mark(f"warning: uploader process ended with {ending}")
-                return
+            if packet is None:
+                if self._is_closing:
+                    return
+                raise self._ended(self._process.stop())
+            if packet[0] == talk.DONE:
+                return self._process.say_bye()
             self._handle(*packet)
 
     def _handle(self, kind: int, payload: bytes, fds: list[int]) -> None:
@@ -232,8 +231,20 @@ class RemoteUpload:
             self._fail(error)
 
     def _answer_rows(self) -> None:
-        """After the load: the reader stays for row gathers until the stream is closed."""
+        """After the load: the process ends, the reader stays for row gathers until the stream is closed."""
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        poll.register(self._link.records_fd, select.POLLIN)
+        process = self._process.fileno()
         while not self._is_closing:
+            ready = [fd for fd, _ in poll.poll()]
+            if process in ready:
+                poll.unregister(process)
+                ending = self._process.stop()
+                if ending != "exit code 0" and not self._is_closing:
+                    self._progress.mark(f"warning: uploader process ended with {ending}")
+            if self._link.records_fd not in ready:
+                continue
             data = self._link.read_records()
             if not data:
                 if not self._is_closing:

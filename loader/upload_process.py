@@ -30,11 +30,12 @@ if TYPE_CHECKING:
     from loader.ring import Ring
 
 _POLL_MS = 1  # while copies are in flight
+_BATCH = 8  # records per event: copies run while the next slots are pinned, and slots return soon
 _REPORT_S = 0.25  # chunks of unfinished groups are reported this often
 
 
 class Stop(Exception):
-    """The parent hung up or said BYE."""
+    """The parent hung up."""
 
 
 class Refused(Exception):
@@ -238,8 +239,9 @@ class Upload:
             kind = record[0]
             (full if kind == wire.FULL else news).append(record)
             self.is_done = self.is_done or kind == wire.DONE
-        if full:
-            self._upload(full)
+        for start in range(0, len(full), _BATCH):
+            self._upload(full[start : start + _BATCH])
+            self._collect()
         for start in range(0, len(news), talk.RECORDS_PER_PACKET):
             self._post.send(talk.NEWS, b"".join(news[start : start + talk.RECORDS_PER_PACKET]))
 
@@ -379,7 +381,7 @@ def _serve(sock: socket.socket, post: Post, opening: Opening, ordinal: int) -> N
     post.mark(*upload.pinned)
     post.send(talk.DONE)
     post.wait_empty()
-    sock.recv(1)  # BYE or the end: what was not imported must not go before
+    sock.recv(1)  # the end: what was not imported must not go before
 
 
 def main(arguments: list[str]) -> None:

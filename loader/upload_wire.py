@@ -1,7 +1,7 @@
 """What a process and its uploader process say to each other over a packet socket: a kind byte and a payload.
 
-To the uploader: WORK with the descriptors of an `UploadWork` (a memfd), the ring, `full` (to read) and `free` (to write);
-BYE when its device memory was imported and everything is done. The end of the socket, or BYE early = stop.
+To the uploader: WORK with the descriptors of an `UploadWork` (a memfd), the ring, `full` (to read) and `free` (to write).
+The end of the socket = stop; after DONE it means that the device memory was imported.
 From it: CONTEXT, ARENAS with one descriptor per arena, NEWS (reader's records other than FULL, as they come), LOADED
 (u64 time, then FULL records whose copies are complete), MARK, REFUSED or FAILED (an error), GONE (the reader ended), DONE.
 """
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from loader.load_plan import LoadPlan
 
-WORK, BYE = range(2)
-CONTEXT, ARENAS, NEWS, LOADED, MARK, REFUSED, FAILED, GONE, DONE = range(2, 11)
+WORK, CONTEXT, ARENAS, NEWS, LOADED, MARK, REFUSED, FAILED, GONE, DONE = range(10)
 TIME = struct.Struct("<Q")
 RECORDS_PER_PACKET = 512  # 32 KiB: fits any socket buffer
 PACKET_BYTES = 1 << 16

@@ -53,10 +53,12 @@ class UploaderProcess:
             return None
         return (data[0], data[1:], fds) if data else None
 
-    def dismiss(self) -> str:
-        """Let a process that is done go; how it ended."""
-        self.hang_up()
-        return self._child.stop(_END_S)
+    def say_bye(self) -> None:
+        """Let a process that is done go; `receive` meets the end when it has ended."""
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+        except OSError:
+            return  # it is gone already
 
     def hang_up(self) -> None:
         """Tell it to stop; `receive` meets the end. May be called again, from any thread."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 
 from tests.fakes.driver import FakeDriver
 
@@ -62,12 +63,20 @@ def dies_at_start() -> FakeDriver:
     os._exit(7)
 
 
-class _Dying(FakeDriver):
+class _DyingAtOnce(FakeDriver):
     def copy_async(self, target: int, source: int, size: int, stream: int) -> None:
-        super().copy_async(target, source, size, stream)
-        if self.copies == 5:
-            os.kill(os.getpid(), 9)
+        os.kill(os.getpid(), 9)
 
 
-def dies_in_a_copy() -> FakeDriver:
-    return _Dying()
+def dies_in_its_first_copy() -> FakeDriver:
+    return _DyingAtOnce()
+
+
+class _NeverReady(FakeDriver):
+    def retain_context(self, ordinal: int) -> int:
+        threading.Event().wait()
+        return super().retain_context(ordinal)
+
+
+def never_ready() -> FakeDriver:
+    return _NeverReady()

@@ -33,7 +33,7 @@ def load(name: str, prepared: Prepared, manifest: Manifest) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "starts"), [("A", 10), ("B", 25), ("C", 25), ("D", 10), ("E", 10), ("E-threads", 25)]
+    ("name", "starts"), [("U", 5), ("A", 10), ("B", 25), ("C", 25), ("D", 10), ("E", 10), ("E-threads", 25)]
 )
 def test_starts_leave_no_trace(prepared: Prepared, manifest: Manifest, name: str, starts: int) -> None:
     load(name, prepared, manifest)
@@ -45,7 +45,7 @@ def test_starts_leave_no_trace(prepared: Prepared, manifest: Manifest, name: str
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["A", "E"])
+@pytest.mark.parametrize("name", ["U", "A", "E"])
 def test_two_hundred_starts_do_not_grow(prepared: Prepared, manifest: Manifest, name: str) -> None:
     for _ in range(20):  # allocator and caches reach their size
         load(name, prepared, manifest)
