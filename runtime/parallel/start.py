@@ -98,7 +98,9 @@ class RankStart(WorkerStart):
 
     def start_stream(self, manifest: Manifest, groups: Sequence[str]) -> WeightStream:
         """The first load is every rank's and shared; what a later request needs besides, each rank reads itself."""
-        if self.weights is not None or not self.shares_reader or self.whole is None:
+        assert self.weights is not None, "it is what asks for the stream"
+        assert self.whole is not None, "the manifest was read before"
+        if self.weights.streams or not self.shares_reader:
             return super().start_stream(manifest, groups)
         from runtime.parallel.shared_load import start_shared
 

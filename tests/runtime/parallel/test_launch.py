@@ -10,20 +10,29 @@ import os
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 
 from loader.manifest import read_manifest
+from loader.options import StreamOptions
 from prepare.cli import prepare_main
 from runtime.compute import Compute
 from runtime.family import family_for
 from runtime.ops.attention import attention
+from runtime.parallel.environment import RankEnvironment
 from runtime.parallel.family import FamilyOnRanks
 from runtime.parallel.prepared import rank_manifest
+from runtime.parallel.start import RankStart
+from runtime.settings import Settings
+from runtime.timeline import Timeline
 from scripts.tiny_checkpoint import write_tiny_checkpoint
+from tests.fakes.driver import FakeDriver
 
 ROOT = Path(__file__).parents[3]
 REQUEST = {"prompt": "a lamp in the rain", "size": "64x64", "num_frames": 56, "seed": 3}
@@ -135,6 +144,45 @@ def test_warm_up_runs_a_rank_s_share_at_the_request_s_size(bundle: Path) -> None
     config = family.capabilities.config.transformer
     rows = prepared.parts["sequence"].num_rows
     assert shapes == [(rows, config.num_attention_heads // 2, config.attention_head_dim)]
+
+
+class StartOnFakeDevice(RankStart):
+    """A rank's start whose device is a fake one of this process."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.device, self.fake = "cuda", FakeDriver()
+
+    def stream_options(self) -> StreamOptions:
+        return replace(super().stream_options(), driver=self.fake)
+
+
+def load_as(rank: int, bundle: Path, run: str, settings: Settings) -> tuple[list[str], set[str]]:
+    """Names of a load's marks, and the groups that this rank loaded."""
+    environment = RankEnvironment(rank, 2, rank, 2, run_id=run)
+    start = StartOnFakeDevice(environment, settings, Timeline(), None, None, None)
+    results: Any = {}
+    start.spawn(results)
+    results["manifest"] = start.manifest(results)
+    (stream,) = start.load(results).streams
+    stream.wait_all()
+    found = [mark.name for mark in stream.marks()], {group.name for group in stream.plan.groups}
+    start.stop_loading()
+    start.fake.finish()
+    return found
+
+
+@pytest.mark.parametrize("host_reader", ["shared", "own"])
+def test_ranks_of_a_host_load_through_one_reader_or_one_each(bundle: Path, host_reader: str) -> None:
+    settings = Settings(bundle=str(bundle), device="cpu", host_reader=host_reader)
+    run = uuid.uuid4().hex
+    with ThreadPoolExecutor(2) as pool:
+        loads = list(pool.map(lambda rank: load_as(rank, bundle, run, settings), (1, 0)))
+    for rank, (marks, groups) in zip((1, 0), loads, strict=True):
+        kind = "shared" if host_reader == "shared" else "child"
+        assert f"path A, {kind}: first choice" in marks
+        assert f"transformer/rank-{rank}-of-2/blocks.0" in groups
+        assert f"transformer/rank-{1 - rank}-of-2/blocks.0" not in groups
 
 
 def test_a_cancelled_job_leaves_both_ranks_ready_and_the_next_is_bit_identical(
