@@ -40,23 +40,29 @@ class DecodedUnit:
         host = torch.frombuffer(target, dtype=torch.uint8, count=self._pixels.numel())
         host.copy_(self._pixels.flatten(), non_blocking=True)
         if self._pixels.device.type == "cpu":
-            self._require_finite()
+            _require_finite(self._bounds)
             return None
+        bounds = torch.empty(2, pin_memory=True)
+        bounds.copy_(
+            self._bounds, non_blocking=True
+        )  # asking the device later would wait for the units behind this
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record(torch.cuda.current_stream(self._pixels.device))
 
         def wait() -> None:
             arrived.synchronize()
-            self._require_finite()
+            _require_finite(bounds)
 
         return wait
 
-    def _require_finite(self) -> None:
-        low, high = self._bounds.tolist()
-        if not (math.isfinite(low) and math.isfinite(high)):
-            raise InternalError(
-                "non-finite output",
-                where="decoded video",
-                found=f"values from {low} to {high}",
-                expected="finite values",
-            )
+
+def _require_finite(bounds: Tensor) -> None:
+    """`bounds`: least and greatest pixel, on the CPU."""
+    low, high = bounds.tolist()
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise InternalError(
+            "non-finite output",
+            where="decoded video",
+            found=f"values from {low} to {high}",
+            expected="finite values",
+        )

@@ -120,8 +120,11 @@ class VideoDecoder:
             latents: as in `units`. plan: `UnitPlan.of_length` for them.
         Returns: head [3, 17, H, W] and tail [3, 5, H, W], float32 in the network's pixel scale.
         """
-        frames = latents[:, plan.window_indices(unit, latents.shape[1])].to(self.device, torch.float32)
-        window = frames * self._std + self._mean  # [C, 7, h, w]
+        indices = plan.window_indices(unit, latents.shape[1])
+        # A slice and copies of the last latent: a list as index would be copied to the device, and waited for.
+        frames = latents[:, indices[0] : indices[-1] + 1].to(self.device, torch.float32)
+        filler = frames[:, -1:].expand(-1, len(indices) - frames.shape[1], -1, -1)
+        window = torch.cat([frames, filler], dim=1) * self._std + self._mean  # [C, 7, h, w]
         ratio = self.config.spatial_ratio
         canvas = TilePlan.of_canvas(window.shape[2] * ratio, window.shape[3] * ratio, ratio, self.tiles)
         tiles = torch.stack(canvas.divided(ratio).cut(window))

@@ -19,9 +19,12 @@ def normalize(pixels: Tensor) -> Tensor:
 
 
 def denormalize(decoded: Tensor) -> Tensor:
-    """[3, F, H, W] float32, what the decoder writes → [F, 3, H, W] float32 in [0, 1], contiguous."""
-    mean, std = _channel_constants(decoded.device)
-    return (decoded * std + mean).clamp_(0, 1).transpose(0, 1).contiguous()
+    """[3, F, H, W] float32, what the decoder writes → [F, 3, H, W] float32 in [0, 1], contiguous.
+
+    Constants are scalars, not tensors: those would have to be copied to the device, and the host would wait for it.
+    """
+    channels = zip(decoded, STD, MEAN, strict=True)
+    return torch.stack([channel * std + mean for channel, std, mean in channels], dim=1).clamp_(0, 1)
 
 
 def to_uint8(frames: Tensor) -> Tensor:
