@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from loader.errors import InternalError
 from runtime.parallel.guard import Guard
 from runtime.parallel.ranks import Ranks
 from runtime.pipeline import Cancelled
@@ -56,9 +57,12 @@ class Control:
         """Raises: Cancelled: rank 0 gave the request up."""
         if self._guard is not None:
             self._guard.progress(name)
-        if self._tell(_GO) == _STOP:
+        word = self._tell(_GO)
+        if word == _STOP:
             self._has_request = False
             raise Cancelled
+        if word != _GO:
+            raise InternalError("ranks are out of step", where=name, found=word)
         self._is_inside = True
         yield
         self._is_inside = False

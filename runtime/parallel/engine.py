@@ -42,9 +42,11 @@ class RankEngine(Engine):
             try:
                 with control.request():
                     return super().run(prepared, output, **options)
-            except Exception as error:
+            except BaseException as error:
                 self._give_up(error)
                 raise
+            finally:
+                self._job = None
 
     def follow(self) -> None:
         """On the other ranks: requests until rank 0 ends. Raises: WorkerError: a rank failed."""
@@ -60,6 +62,8 @@ class RankEngine(Engine):
                     continue
                 except Exception as error:
                     raise self._everybodys(error) from error
+                finally:
+                    self._job = None
 
     def close(self) -> None:
         """Let the other ranks end, leave the run, free the weights. After a failure nobody is waited for.
@@ -95,7 +99,7 @@ class RankEngine(Engine):
         for _ in job.decoders()["video"].units(latents):
             raise InternalError("a rank other than 0 was handed a unit", where="ranks")
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """Leave the others at a border; where that is impossible, raise the error as everybody's."""
         if (
             self._job is not None
@@ -106,9 +110,11 @@ class RankEngine(Engine):
         if isinstance(error, Cancelled | WorkerError) and self.connection.control.can_stop:
             self.connection.control.stop()
             return
-        raise self._everybodys(error) from error
+        everybodys = self._everybodys(error)
+        if isinstance(error, Exception):
+            raise everybodys from error
 
-    def _everybodys(self, error: Exception) -> Exception:
+    def _everybodys(self, error: BaseException) -> BaseException:
         guard = self.connection.guard
         return error if guard is None else guard.report(str(error) or type(error).__name__)
 

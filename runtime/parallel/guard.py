@@ -119,7 +119,7 @@ class Guard:
 
     def explain(self, symptom: str) -> InternalError:
         """The cause of a collective's failure, once the beats have shown which rank is missing."""
-        deadline = time.monotonic() + 4 * self._times.beat_s
+        deadline = time.monotonic() + 10 * self._times.beat_s
         while self.failure is None and time.monotonic() < deadline:
             silent = self._silent_ranks(3 * self._times.beat_s)
             if silent:

@@ -10,7 +10,7 @@ import pytest
 from loader.errors import InternalError
 from runtime.parallel.guard import Guard, GuardTimes
 
-PATIENT = GuardTimes(limit_s=60.0, beat_s=0.01, grace_s=60.0)
+PATIENT = GuardTimes(limit_s=60.0, beat_s=0.1, grace_s=60.0)
 HASTY = GuardTimes(limit_s=0.2, beat_s=0.01, grace_s=0.0)
 
 

@@ -85,7 +85,11 @@ class ThreadRanks:
         if self.rank == source:
             self.hub.put(key, tensor)
             return _Work(lambda: None)
-        return _Work(lambda: tensor.copy_(self.hub.get(key)) and None)
+
+        def finish() -> None:
+            tensor.copy_(self.hub.get(key))
+
+        return _Work(finish)
 
     def send(self, tensor: Tensor, target: int) -> _Work:
         self.hub.put(self._message(self.rank, target), tensor)
