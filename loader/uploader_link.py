@@ -12,7 +12,11 @@ from loader import upload_wire as talk
 from loader.child_process import FIRST_FD, Child, parent_argument, spawn
 from loader.options import device_ordinal
 
-_PROGRAM = "import sys; n = int(sys.argv[1]); sys.path[:0] = sys.argv[2 : 2 + n]; from loader.upload_process import main; main(sys.argv[2 + n :])"
+_PROGRAM = (
+    "import sys; count = int(sys.argv[1]); "
+    "sys.path += sys.argv[2 : 2 + count]; "  # behind the standard library
+    "from loader.upload_process import main; main(sys.argv[2 + count :])"
+)
 _END_S = 5.0  # for a context to be torn down
 
 

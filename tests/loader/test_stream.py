@@ -118,7 +118,7 @@ def test_held_groups_wait_for_release(prepared: Prepared, manifest: Manifest, re
         assert not stream.is_ready("dit/blocks.0")
         stream.release()
         stream.release()
-        stream.wait("dit/blocks.1")
+        stream.wait_all()
         assert stream.is_ready("dit/blocks.0")
 
 
