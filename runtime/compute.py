@@ -31,6 +31,22 @@ class Compute:
     operators: Operators | None = None
     facts: dict[str, object] = field(default_factory=dict)
 
+    def warm_attention(self, rows: int, heads: int, head_dim: int) -> None:
+        """Build the attention plan of the denoiser's sequence on this thread, where torch keeps it."""
+        import torch
+
+        from kernels.attention import DenseAttention, warm_up
+
+        if isinstance(self.attention, DenseAttention):
+            warm_up(
+                self.attention,
+                num_rows=rows,
+                num_heads=heads,
+                head_dim=head_dim,
+                device=torch.device(self.device),
+                dtype=torch.bfloat16,
+            )
+
 
 def choose_compute(device: str, directory: Path, kernels: Sequence[Mapping[str, object]]) -> Compute:
     """Backends of this device; needs torch.

@@ -104,6 +104,11 @@ class WorkerStart:
 
         if self.settings.torch_trims == "all":
             self.preload = start_preload()
+        if self.device == "cuda" and self.settings.preload_cudnn:
+            from runtime.cudnn_preload import start_cudnn_preload
+            from runtime.torch_preload import find_torch
+
+            start_cudnn_preload(Path(find_torch().directory).parent)
 
     def spawn_processes(self) -> None:
         """The uploader for a GPU and the reader, unless a rung of the loader is forced that has none."""
@@ -206,7 +211,10 @@ class WorkerStart:
         return compute
 
     def warm_up(self, results: Results) -> None:
-        """Initialise libraries on dummy data so that the first step pays for nothing; a CPU has nothing to gain."""
+        """Initialise libraries on dummy data so that the first step pays for nothing; a CPU has nothing to gain.
+
+        With a request waiting, only what the denoiser needs and the conditioner does not initialise by running.
+        """
         if self.device == "cuda":
             _, family = results["manifest"]
             family.warm_up(results["request"], results["compute"])

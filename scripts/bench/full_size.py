@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from kernels.catalog import ModelSizes
 from loader.manifest import CHUNK_BYTES, MANIFEST_NAME, encode_manifest
 from prepare.adaln import plan_table
 from prepare.compile import compile_kernels
@@ -68,17 +67,10 @@ def write_full_size(
     manifest = build_manifest(
         source, PrepareOptions(ranks=tuple(ranks)), {}, WrittenFiles(files, tokenizer, "0" * 64)
     )
-    manifest["kernels"] = compile_kernels(directory, _kernel_sizes(config.model), architectures, jobs=4)
+    manifest["kernels"] = compile_kernels(directory, source.kernel_sizes, architectures, jobs=4)
     data = encode_manifest(manifest)
     (directory / MANIFEST_NAME).write_bytes(data)
     return hashlib.sha256(data).hexdigest()
-
-
-def _kernel_sizes(model: H3Config) -> ModelSizes:
-    dit, text = model.transformer, model.text
-    return ModelSizes(
-        dit.hidden_size, dit.attention_head_dim, dit.rotary_dim, text.hidden_size, text.head_dim
-    )
 
 
 def _source(
@@ -98,7 +90,7 @@ def _source(
         f"{t.task}/{t.schedule.name}": loading_order(model, t.task, t.key, t.schedule.evaluations)
         for t in tables
     }
-    recipe, cut = build_recipe(model, "diffusers", tasks, "BF16"), partial(cut_of, model)
+    recipe, cut = build_recipe(model, "diffusers", tasks, "BF16", "F16"), partial(cut_of, model)
     recipe = replace(recipe, groups=shard_groups(recipe.groups, ranks, cut))
     return MiniMaxH3Source(
         root=Path(), layout="diffusers", notes=(), tasks=tasks, sources={}, recipe=recipe, tables=tables,

@@ -20,11 +20,12 @@ Piece = tuple[memoryview, int]  # bytes and their place in the data section
 
 
 def random_pools(pool_bytes: int = _POOL_BYTES) -> Pools:
-    """Normal values of deviation 0.02 as "BF16" and as "F32"."""
+    """Normal values of deviation 0.02 as "BF16", "F16" and "F32"."""
     values = np.random.default_rng(0).standard_normal(pool_bytes // 8, dtype=np.float32) * np.float32(0.02)
     values = np.concatenate([values, -values])
     bf16 = np.concatenate([(values.view(np.uint32) >> 16).astype(np.uint16)] * 2)
-    return {"BF16": bf16.data.cast("B"), "F32": values.data.cast("B")}
+    f16 = np.concatenate([values.astype(np.float16)] * 2)
+    return {"BF16": bf16.data.cast("B"), "F16": f16.data.cast("B"), "F32": values.data.cast("B")}
 
 
 def tensor_pieces(
@@ -37,7 +38,7 @@ def tensor_pieces(
         number: of the tensor; tensors of different numbers hold different values.
     """
     if len(shape) == 1 and "norm" in name:
-        one = np.ones(shape, np.float32)
+        one = np.ones(shape, np.float16 if dtype == "F16" else np.float32)
         words = (one.view(np.uint32) >> 16).astype(np.uint16) if dtype == "BF16" else one
         yield words.data.cast("B"), begin
         return

@@ -109,6 +109,15 @@ class MiniMaxH3:
         import runtime.families.minimax_h3.model.parts  # noqa: F401 (the import is the work)
 
     def warm_up(self, prepared: Prepared | None, compute: Compute) -> None:
+        """Without a request, run a typical one on zeros; with one, build the plan of its attention and nothing else.
+
+        What a waiting request's conditioner initialises by running would otherwise be initialised by a dummy run first.
+        """
+        if prepared is not None:
+            config = self.capabilities.config.transformer
+            rows = prepared.parts["sequence"].num_rows
+            compute.warm_attention(rows, config.num_attention_heads, config.attention_head_dim)
+            return
         from runtime.families.minimax_h3.model.job import H3Job
         from runtime.families.minimax_h3.model.parts import one_rank
 
