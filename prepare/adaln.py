@@ -1,15 +1,18 @@
 """Modulation tables: every AdaLN projection evaluated at every timestep of the prepared schedules.
 
-The projections are read once for all schedules and tasks. `canonical` streams them in slices of one (row kind, term),
-26 MiB at the released size, and gives the same bytes on any machine. `match` holds one whole projection (0.5 GB) and
-evaluates it once per plan with that plan's rows, as a live model on this device would.
+The projections are evaluated once for all schedules and tasks. `canonical` streams them in slices of one (row kind,
+term), 26 MiB at the released size, several layers at a time, and gives the same bytes on any machine. `match` holds one
+whole projection (0.5 GB) and evaluates it once per plan with that plan's rows, as a live model on this device would.
+Their digest is one long chain, so a thread of its own reads the projections again for it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
@@ -33,6 +36,8 @@ Mode = Literal["canonical", "match"]
 
 _KINDS, _TERMS, _FINAL_TERMS = 3, 6, 2
 _READ_BYTES = 8 << 20
+_EMBEDDER = tuple(f"time_embedder.linear_{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias"))
+_FEATURES = 1344  # of one product: 1344 x 2688 float64 are 29 MB, which stay in the caches of a server core
 
 
 @dataclass(frozen=True)
@@ -136,26 +141,31 @@ class TableFile:
     def create(cls, table: Table, file: BinaryIO) -> TableFile:
         """Write the header and reserve the data section; fillers stay the zeros that this gives."""
         file.write(table.file.header)
+        file.flush()
         file.truncate(table.file.num_bytes)
         return cls(table, file)
 
     def put(self, tensor: str, element: int, values: Tensor) -> None:
-        """Write contiguous elements of one tensor, starting at `element`."""
+        """Write contiguous elements of one tensor, starting at `element`. Threads may call it."""
         begin = next(
             p.begin for p in self.table.file.tensors if p.output is not None and p.output.name == tensor
         )
-        data = _tensor_bytes(values)
-        self.file.seek(len(self.table.file.header) + begin + element * values.element_size())
-        self.file.write(data)
+        data, position = (
+            _tensor_bytes(values),
+            len(self.table.file.header) + begin + element * values.element_size(),
+        )
+        while len(data):
+            count = os.pwrite(self.file.fileno(), data, position)
+            data, position = data[count:], position + count
 
     def digests(self) -> FileDigests:
         """Read the finished file back and hash it."""
         plan = self.table.file
         self.file.flush()
         self.file.seek(len(plan.header))
-        digests = ChunkDigests(plan.header)
-        while piece := self.file.read(_READ_BYTES):
-            digests.update(memoryview(piece))
+        with ChunkDigests(plan.header) as digests:
+            while piece := self.file.read(_READ_BYTES):
+                digests.update(memoryview(piece))
         edges = {}
         for placed in plan.tensors:
             if placed.output is None:
@@ -186,74 +196,112 @@ def write_tables(
     config: TransformerConfig,
     mode: Mode,
     device: str = "cpu",
+    workers: int = 1,
 ) -> str:
-    """Fill all tables in one pass over the projections.
+    """Fill all tables.
 
     Args:
         files: from `TableFile.create`.
         mode, device: see the module; `canonical` ignores the device.
+        workers: layers at a time; `match` takes one.
     Returns: SHA-256 over the projection tensors: their published bytes in the order time embedder, blocks, output norm.
     Raises: ArtifactError: a projection or a table entry is not finite.
     """
     import torch
 
+    num_threads = torch.get_num_threads()
+    if mode == "match":
+        workers = 1
+    try:
+        with ThreadPoolExecutor(workers + 1, thread_name_prefix="adaln") as pool:
+            digest = pool.submit(projections.sha256, config.num_layers)
+            if workers > 1:
+                torch.set_num_threads(1)
+            embedder = projections.time_embedder()
+            writer = _CanonicalTables if mode == "canonical" else _MatchTables
+            tables = writer(files, embedder, config, projections.dtype, device)
+            jobs = [pool.submit(_write_layer, tables, n, projections) for n in range(config.num_layers)]
+            jobs.append(pool.submit(_write_layer, tables, None, projections))
+            try:
+                for job in jobs:
+                    job.result()
+                return digest.result()
+            except BaseException:
+                projections.cancel()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _write_layer(
+    tables: _CanonicalTables | _MatchTables, layer: int | None, projections: ProjectionSource
+) -> None:
+    """One layer, or the output norm. Threads have their own gradient mode and number of threads."""
+    import torch
+
+    if isinstance(tables, _CanonicalTables):
+        torch.set_num_threads(1)
     with torch.no_grad():
-        embedder = projections.time_embedder()
-        writer = _CanonicalTables if mode == "canonical" else _MatchTables
-        tables = writer(files, embedder, config, projections.dtype, device)
-        for layer in range(config.num_layers):
+        if layer is None:
+            tables.write_final(projections)
+        else:
             tables.write_layer(layer, projections)
-        tables.write_final(projections)
-    return projections.sha256()
 
 
 class ProjectionSource:
-    """Reads AdaLN weights by row slices, in published order, and hashes what it reads. Diffusers tensor names."""
+    """Reads AdaLN weights by row slices. Diffusers tensor names. Threads may share it: each call has its own reader."""
 
     def __init__(
         self,
         sources: Sources,
         names: Callable[[str], str],
-        reader: SourceReader,
         dtype: str,
         scan: FiniteScan,
         advance: Advance,
     ) -> None:
         """`names`: Diffusers name -> name in this checkpoint. `dtype`: `"BF16"` or `"F32"`, type handed out."""
-        self._sources, self._names, self._reader, self._advance = sources, names, reader, advance
-        self._hash = hashlib.sha256()
+        self._sources, self._names, self._advance = sources, names, advance
         self.dtype, self.scan = dtype, scan
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        """Let `sha256` give up: nobody will ask for the digest."""
+        self._is_cancelled = True
 
     def time_embedder(self) -> dict[str, Tensor]:
         """The four tensors of the time embedder, float32."""
-        parts = [f"time_embedder.linear_{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")]
-        return {name: self._whole(name, "F32") for name in parts}
+        with SourceReader(self._sources) as reader:
+            return {name: self._load(reader, name, 0, None, "F32") for name in _EMBEDDER}
 
     def slices(self, linear: str, num_slices: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(weight, bias) of `num_slices` equal slices of the output features of one linear layer."""
-        bias = self._load(f"{linear}.bias", 0, None, self.dtype)
-        step = bias.shape[0] // num_slices
-        for i in range(num_slices):
-            weight = self._load(f"{linear}.weight", i * step, (i + 1) * step, self.dtype)
-            self._hash.update(_tensor_bytes(self._published(weight)))
-            yield weight, bias[i * step : (i + 1) * step]
-        self._hash.update(_tensor_bytes(self._published(bias)))
+        with SourceReader(self._sources) as reader:
+            bias = self._load(reader, f"{linear}.bias", 0, None, self.dtype)
+            step = bias.shape[0] // num_slices
+            for i in range(num_slices):
+                weight = self._load(reader, f"{linear}.weight", i * step, (i + 1) * step, self.dtype)
+                yield weight, bias[i * step : (i + 1) * step]
 
-    def sha256(self) -> str:
-        """Digest of everything handed out so far."""
-        return self._hash.hexdigest()
+    def sha256(self, num_layers: int) -> str:
+        """Digest of all tensors' published bytes, weight before bias."""
+        linears = [
+            *(f"transformer_blocks.{i}.adaln_proj.linear" for i in range(num_layers)),
+            "norm_out.linear",
+        ]
+        names = [*_EMBEDDER, *(f"{linear}.{kind}" for linear in linears for kind in ("weight", "bias"))]
+        digest = hashlib.sha256()
+        with SourceReader(self._sources) as reader:
+            for name in map(self._names, names):
+                num_rows = self._sources["transformer"][name].shape[0]
+                for piece in reader.pieces(Rows("transformer", name, 0, num_rows)):
+                    digest.update(piece)
+                    self._advance(0)  # may stop
+                    if self._is_cancelled:
+                        return ""
+        return digest.hexdigest()
 
-    def _whole(self, name: str, dtype: str) -> Tensor:
-        values = self._load(name, 0, None, dtype)
-        self._hash.update(_tensor_bytes(values))
-        return values
-
-    def _published(self, values: Tensor) -> Tensor:
-        import torch
-
-        return values.to(torch.bfloat16)  # exact: the projections are published in bfloat16
-
-    def _load(self, name: str, start: int, stop: int | None, dtype: str) -> Tensor:
+    def _load(self, reader: SourceReader, name: str, start: int, stop: int | None, dtype: str) -> Tensor:
         import torch
 
         source_name = self._names(name)
@@ -262,7 +310,7 @@ class ProjectionSource:
         shape = (stop - start, *source.shape[1:])
         out = torch.empty(shape, dtype=torch.bfloat16 if dtype == "BF16" else torch.float32)
         target, position = memoryview(out.view(torch.uint8).numpy().reshape(-1).data), 0
-        for piece in self._reader.pieces(Rows("transformer", source_name, start, stop)):
+        for piece in reader.pieces(Rows("transformer", source_name, start, stop)):
             words = as_words(piece, source.dtype)
             self.scan.check(f"transformer/{source_name}", source.dtype, words)
             data = piece if source.dtype == dtype else widen(words)
@@ -327,9 +375,16 @@ class _CanonicalTables:
                 _put_final(file, e, rows)
 
     def _project(self, weight: Tensor, bias: Tensor, rows: Sequence[int]) -> Tensor:
+        import torch
+
         from runtime.families.minimax_h3.model.adaln import project
 
-        return project(self._input[list(rows)], weight, bias, "canonical")
+        inputs = self._input[list(rows)]
+        parts = [
+            project(inputs, weight[i : i + _FEATURES], bias[i : i + _FEATURES], "canonical")
+            for i in range(0, weight.shape[0], _FEATURES)
+        ]
+        return torch.cat(parts, dim=1)
 
     def _pick(self, values: Tensor, kind: int, timesteps: Sequence[float]) -> Tensor:
         place = {row: i for i, row in enumerate(self._needed[kind])}

@@ -24,7 +24,7 @@ from prepare.file_plan import PlannedFile, plan_weight_files
 from prepare.kernel_files import kernel_entries, kernel_files, write_kernels
 from prepare.progress import Progress, ProgressReport
 from prepare.publish import FreeBytes, Staging, free_disk_bytes, open_staging
-from prepare.repack import PIECE_BYTES, SourceReader, write_prepared_file
+from prepare.repack import PIECE_BYTES, write_prepared_file
 from prepare.scan import FiniteScan, zero_warnings
 from prepare.writer import TOKENIZER_PATH, WrittenFiles, build_manifest, byte_options, writer_version
 
@@ -142,10 +142,11 @@ class _Run:
         return sum(sizes) + len(self._source.tokenizer)
 
     def write_files(self) -> WrittenFiles:
-        """Write what is missing: weight files and source digests in parallel, then the tables, which use all cores."""
+        """Write what is missing, all of it in parallel; the longest jobs first."""
         jobs: list[Future[None]] = []
         with ThreadPoolExecutor(self._num_workers(), thread_name_prefix="prepare") as pool:
             jobs += [pool.submit(self._write_weights, plan) for plan in self._plans]
+            jobs.append(pool.submit(self._write_tables))
             units = (*self._hash_units, *self._adapter_units)
             jobs += [pool.submit(self._hash_sources, paths) for paths in units]
             jobs.append(pool.submit(self._write_kernels))
@@ -156,7 +157,6 @@ class _Run:
                     self._stop.set()
                     pool.shutdown(cancel_futures=True)
         _raise_first(jobs)
-        self._write_tables()
         self._write_tokenizer()
         return WrittenFiles(
             files=[(plan, self._digests(plan.path)) for plan in self._all_plans()],
@@ -238,17 +238,16 @@ class _Run:
             return
         scan, source = FiniteScan(), self._source
         with ExitStack() as stack:
-            reader = stack.enter_context(SourceReader(source.sources))
             files = [
                 TableFile.create(table, stack.enter_context(self._staging.new_file(table.file.path)))
                 for table in source.tables
             ]
             dtype = DTYPES[self._options.dtype]
-            projections = ProjectionSource(
-                source.sources, source.projection_name, reader, dtype, scan, self._advance
+            projections = ProjectionSource(source.sources, source.projection_name, dtype, scan, self._advance)
+            options, workers = self._options, self._num_workers()
+            sha256 = write_tables(
+                files, projections, source.modulation, options.adaln, options.device, workers
             )
-            options = self._options
-            sha256 = write_tables(files, projections, source.modulation, options.adaln, options.device)
             digests = [file.digests() for file in files]
         records = {
             table.file.path: _record(result, []) for table, result in zip(source.tables, digests, strict=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, BinaryIO
@@ -199,7 +200,7 @@ def write_prepared_file(
     """
     digests, edges = ChunkDigests(plan.header), {}
     target.write(plan.header)
-    with SourceReader(sources) as reader:
+    with SourceReader(sources) as reader, digests:
         for placed in plan.tensors:
             if placed.output is None:
                 filler = memoryview(bytes(placed.end - placed.begin))
@@ -208,8 +209,7 @@ def write_prepared_file(
                 continue
             edge = EdgeDigest()
             for piece in output_pieces(placed.output, reader, sources, scan, updates):
-                target.write(piece)
-                digests.update(piece)
+                digests.update(piece, meanwhile=partial(target.write, piece))
                 edge.update(piece)
                 advance(len(piece))
             edges[placed.output.name] = edge.finish()

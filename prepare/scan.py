@@ -28,7 +28,7 @@ class FiniteScan:
     def check(self, name: str, dtype: str, words: np.ndarray) -> None:
         """One piece of a tensor: unsigned integers of the width of `dtype`."""
         magnitude_mask, infinity = _MASKS[dtype]
-        largest = int((words & words.dtype.type(magnitude_mask)).max(initial=0))
+        largest = _largest_magnitude(words, magnitude_mask)
         if largest >= infinity:
             # A magnitude beyond infinity's pattern is NaN. Infinities beside a NaN are not told apart.
             self.bad[name] = "NaN" if largest > infinity else "inf"
@@ -44,9 +44,20 @@ class FiniteScan:
             raise ArtifactError(
                 "weights are not finite",
                 where="tensors",
-                found=", ".join(f"{name} ({kind})" for name, kind in self.bad.items()),
+                found=", ".join(f"{name} ({kind})" for name, kind in list(self.bad.items())),
                 hint="the checkpoint is damaged; download it again and compare its digests",
             )
+
+
+def _largest_magnitude(words: np.ndarray, mask: int) -> int:
+    """Largest bit pattern without its sign, and no temporary array.
+
+    As signed integers every positive number is above all negative ones, as unsigned ones it is the other way round.
+    """
+    if words.size == 0:
+        return 0
+    positive = int(words.view(words.dtype.str.replace("u", "i")).max())
+    return max(positive, int(words.max()) & mask)
 
 
 def zero_warnings(names: Iterable[str]) -> list[str]:

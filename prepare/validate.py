@@ -15,7 +15,7 @@ from pathlib import Path
 from loader.errors import ArtifactError
 from loader.header import PAD_PREFIX, TensorEntry, read_header
 from loader.manifest import EDGE_BYTES, MANIFEST_NAME, FileRecord, Manifest, TensorRecord, read_manifest
-from prepare.digests import edge_digest
+from prepare.digests import ChunkDigests, edge_digest
 from prepare.repack import as_words
 from prepare.scan import FiniteScan
 from prepare.tokenizer import check_tokenizer
@@ -118,21 +118,21 @@ def _check_digests(
 ) -> Iterator[str]:
     """Whole file and chunks in one read; a damaged chunk is named by its byte range."""
     assert record.chunk_bytes is not None
-    whole = hashlib.sha256()
-    with path.open("rb") as file:
-        whole.update(file.read(data_start))
+    buffer = memoryview(bytearray(_READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        digests = ChunkDigests(file.read(data_start), record.chunk_bytes)
         advance(data_start)
-        for number, expected in enumerate(record.chunks):
-            chunk, left = hashlib.sha256(), record.chunk_bytes
-            while left and (piece := file.read(min(left, _READ_BYTES))):
-                chunk.update(piece)
-                whole.update(piece)
-                left -= len(piece)
-                advance(len(piece))
-            if chunk.hexdigest() != expected:
-                start = data_start + number * record.chunk_bytes
-                yield f"{record.path}: SHA-256 differs for bytes {start} to {file.tell() - 1}"
-    if whole.hexdigest() != record.sha256:
+        with digests:
+            while count := file.readinto(buffer):
+                digests.update(buffer[:count])
+                advance(count)
+    whole, chunks = digests.finish()
+    for number, (found, expected) in enumerate(zip(chunks, record.chunks, strict=True)):
+        if found != expected:
+            start = data_start + number * record.chunk_bytes
+            stop = min(start + record.chunk_bytes, record.size)
+            yield f"{record.path}: SHA-256 differs for bytes {start} to {stop - 1}"
+    if whole != record.sha256:
         yield f"{record.path}: SHA-256 of the file differs"
 
 

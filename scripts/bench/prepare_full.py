@@ -1,0 +1,223 @@
+"""prepare and validate at released widths against the storage's own copy rate, in one run.
+
+    python -m scripts.bench.prepare_full --storage DIR [--storage DIR …] [--gib N]
+
+The transformer has its released widths and as many layers as the storage has room for; the other networks are tiny, so
+that the whole command runs as a user runs it. Weight files are cut so that there are as many as at the released size:
+a file's digest is one chain, so their number decides how much can be done at the same time. Per storage: write the checkpoint, copy its files with as many threads as
+prepare uses (flushed to disk), prepare and validate them. Before copy and prepare the files leave the page cache. The
+first storage gives the targets; name a folder on the disk first and memory-backed storage after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from prepare.families.minimax_h3.published import TRANSFORMER, published_tensors
+from prepare.families.minimax_h3.recipe import build_recipe
+from prepare.file_plan import plan_weight_files
+from scripts.bench.common import target, write_result
+from scripts.bench.published_size import write_component
+from scripts.tiny_checkpoint import write_tiny_checkpoint
+from scripts.tiny_presets import TinyConfig, preset
+
+_PIECE = 8 << 20
+_MAX_THREADS = 16
+_FILE_BYTES_PER_LAYER = (8 << 30) / 50
+_OCCUPIED = 2.9  # checkpoint, its copy or what prepare makes of it, and a reserve; in checkpoints
+_MEASURED = """
+import json, sys, time
+from pathlib import Path
+import numpy, tokenizers, torch  # their memory is not prepare's
+from prepare.family import PrepareOptions
+from prepare.pipeline import prepare_checkpoint
+from prepare.validate import require_valid, validate_directory
+def status(key):
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[key].split()[0]) * 1024
+before = status("VmRSS")
+options = PrepareOptions(tasks=("t2va",), max_file_bytes=int(sys.argv[3]))
+result = prepare_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), options)
+peak = status("VmHWM") - before
+started = time.monotonic()
+require_valid(validate_directory(result.target), result.target)
+validated = time.monotonic() - started
+print(json.dumps({"prepare_s": result.seconds, "validate_s": validated, "bytes_out": result.num_bytes, "peak": peak,
+                  "peak_with_validate": status("VmHWM") - before}))
+"""
+
+
+def config_with_layers(num_layers: int) -> TinyConfig:
+    """Released transformer widths with `num_layers` layers; every other network tiny."""
+    small, full = preset("test"), preset("full")
+    transformer = dataclasses.replace(
+        full.model.transformer,
+        num_layers=num_layers,
+        text_dim=small.model.text.hidden_size,
+        in_channels=small.model.video_vae.latent_channels,
+        audio_in_channels=small.model.audio_vae.latent_channels,
+    )
+    return TinyConfig(
+        dataclasses.replace(small.model, transformer=transformer), small.num_base_tokens, full.shard_bytes
+    )
+
+
+def write_checkpoint(folder: Path, config: TinyConfig) -> int:
+    """A tree that prepare takes; returns the bytes of its files."""
+    write_tiny_checkpoint(folder, "test", "diffusers", seed=0)
+    shutil.rmtree(folder / "transformer")
+    write_component(folder, TRANSFORMER, config)
+    return sum(path.stat().st_size for path in _files(folder))
+
+
+def bench_storage(folder: Path, gib: float) -> dict[str, object]:
+    """All figures of one storage."""
+    folder.mkdir(parents=True, exist_ok=True)
+    room = min(gib * 2**30, shutil.disk_usage(folder).free / _OCCUPIED)
+    fixed, step = _source_bytes(0), _source_bytes(1) - _source_bytes(0)
+    config = config_with_layers(max(1, min(50, int((room - fixed) / step))))
+    started = time.monotonic()
+    source = folder / "checkpoint"
+    num_bytes = write_checkpoint(source, config)
+    written = time.monotonic() - started
+    _drop_from_cache(_files(source))
+    copy_s = _copy(source, folder / "copy")
+    shutil.rmtree(folder / "copy")
+    _drop_from_cache(_files(source))
+    file_bytes = int(_FILE_BYTES_PER_LAYER * config.model.transformer.num_layers)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURED, str(source), str(folder / "prepared"), str(file_bytes)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    measured = json.loads(done.stdout)
+    shutil.rmtree(source)
+    shutil.rmtree(folder / "prepared")
+    total = measured["prepare_s"] + measured["validate_s"]
+    return {
+        "storage": str(folder),
+        "threads": _threads(),
+        "layers": config.model.transformer.num_layers,
+        "max_file_bytes": file_bytes,
+        "bytes_in": num_bytes,
+        "bytes_out": measured["bytes_out"],
+        "write_s": written,
+        "copy_s": copy_s,
+        "prepare_s": measured["prepare_s"],
+        "validate_s": measured["validate_s"],
+        "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "copy_gbps": num_bytes / copy_s / 1e9,
+        "prepare_gbps": num_bytes / measured["prepare_s"] / 1e9,
+        "prepare_and_validate_gbps": num_bytes / total / 1e9,
+        "prepare_vs_copy": copy_s / measured["prepare_s"],
+        "prepare_and_validate_vs_copy": copy_s / total,
+        "prepare_peak_extra_gib": measured["peak"] / 2**30,
+        "peak_extra_with_validate_gib": measured["peak_with_validate"] / 2**30,
+    }
+
+
+def planned_bytes() -> dict[str, int]:
+    """Bytes of the released checkpoint and of what prepare makes of it, by component; from the plans, nothing written."""
+    model = preset("full").model
+    result = {
+        f"published/{component}": sum(spec.num_bytes for spec in tensors.values())
+        for component, tensors in published_tensors(model).items()
+    }
+    for plan in plan_weight_files(
+        build_recipe(model, "diffusers", ("t2va",), "BF16", "F16").groups, "minimax_h3"
+    ):
+        key = f"prepared/{plan.component}"
+        result[key] = result.get(key, 0) + plan.num_bytes
+    return result
+
+
+def _source_bytes(num_layers: int) -> int:
+    tensors = published_tensors(config_with_layers(num_layers).model)[TRANSFORMER]
+    return sum(spec.num_bytes for spec in tensors.values())
+
+
+def _threads() -> int:
+    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _drop_from_cache(paths: Iterable[Path]) -> None:
+    """Flush files and let the kernel forget them; no effect on memory-backed storage."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def _copy(source: Path, destination: Path) -> float:
+    """Seconds to copy all files in pieces, from many threads, until they are on disk."""
+    pieces: list[tuple[int, int, int, int]] = []
+    descriptors: list[int] = []
+    started = time.monotonic()
+    for path in _files(source):
+        copied = destination / path.relative_to(source)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        reader, writer = os.open(path, os.O_RDONLY), os.open(copied, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        descriptors += [reader, writer]
+        size = path.stat().st_size
+        pieces += [(reader, writer, begin, min(_PIECE, size - begin)) for begin in range(0, size, _PIECE)]
+    with ThreadPoolExecutor(_threads()) as pool:
+        list(pool.map(_copy_piece, pieces))
+        list(pool.map(os.fsync, descriptors[1::2]))
+    seconds = time.monotonic() - started
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return seconds
+
+
+def _copy_piece(piece: tuple[int, int, int, int]) -> None:
+    reader, writer, begin, size = piece
+    while size:
+        data = os.pread(reader, size, begin)
+        count = os.pwrite(writer, data, begin)
+        begin, size = begin + count, size - count
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--storage", type=Path, action="append", required=True)
+    parser.add_argument("--gib", type=float, default=16.0, help="largest checkpoint to write on each storage")
+    args = parser.parse_args()
+    runs = []
+    for storage in args.storage:
+        runs.append(bench_storage(storage, args.gib))
+        print(json.dumps(runs[-1], indent=1), flush=True)
+    first = runs[0]
+    targets = {
+        "prepare_vs_disk_copy": target(first["prepare_and_validate_vs_copy"], 0.70, "higher"),  # type: ignore[arg-type]
+        "prepare_peak_extra_gib": target(
+            max(run["prepare_peak_extra_gib"] for run in runs),  # type: ignore[type-var, arg-type]
+            6.0,
+            "lower",
+        ),
+    }
+    figures = {"runs": runs, "planned_bytes": planned_bytes()}
+    print(write_result("prepare_full", figures, targets))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
