@@ -9,16 +9,17 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 from kernels.catalog import ModelSizes
 from loader.errors import RequestError
-from prepare.adaln import Table
 from prepare.adapters import Adapter
+from prepare.digests import FileDigests
+from prepare.file_plan import PlannedFile
 from prepare.merge import Updates
 from prepare.recipe import Recipe
-from prepare.repack import Sources
-from runtime.families.minimax_h3.config import TransformerConfig
+from prepare.repack import Advance, Sources
+from prepare.scan import FiniteScan
 from runtime.schedules import Schedule
 
 FAMILIES = {"minimax_h3": "prepare.families.minimax_h3.source"}
@@ -60,6 +61,26 @@ class PrepareOptions:
     workers: int = 0
 
 
+class Table(Protocol):
+    """A table of one step schedule and task that prepare computes.
+
+    key: its name in group, tensor and file names. condition_bits, condition_index: of the manifest's `schedules`.
+    """
+
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def task(self) -> str: ...
+    @property
+    def file(self) -> PlannedFile: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def condition_bits(self) -> list[str]: ...
+    @property
+    def condition_index(self) -> tuple[int, ...]: ...
+
+
 class FamilySource(Protocol):
     """One opened checkpoint: everything checked that headers and configurations can tell.
 
@@ -81,7 +102,6 @@ class FamilySource(Protocol):
     adapters: Sequence[Adapter]
     facts: Mapping[str, object]
     read_files: Sequence[Path]
-    modulation: TransformerConfig
     kernel_sizes: ModelSizes
 
     def config(self) -> dict[str, Any]:
@@ -92,15 +112,31 @@ class FamilySource(Protocol):
         """Row orders of fused tensors, as the manifest stores them."""
         ...
 
-    def projection_name(self, name: str) -> str:
-        """Diffusers name of an AdaLN tensor -> its name in this checkpoint."""
+    def table_bytes(self) -> int:
+        """Published bytes that `write_tables` reads."""
+        ...
+
+    def write_tables(
+        self,
+        files: Sequence[BinaryIO],
+        options: PrepareOptions,
+        scan: FiniteScan,
+        advance: Advance,
+        workers: int,
+    ) -> tuple[list[FileDigests], str]:
+        """Fill all tables: new files, open for reading and writing, in the order of `tables`.
+
+        Returns: their digests, and one of the published tensors that they were computed from.
+        """
         ...
 
 
 OpenSource = Callable[[Path, PrepareOptions], FamilySource]
 
 
-def open_source(checkpoint: Path, options: PrepareOptions, family: str = "minimax_h3") -> FamilySource:
+def open_source(
+    checkpoint: Path, options: PrepareOptions, family: str = next(iter(FAMILIES))
+) -> FamilySource:
     """Open a checkpoint of a family.
 
     Raises: RequestError: unknown family. ArtifactError, CapabilityError: see the family.

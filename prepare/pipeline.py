@@ -15,11 +15,10 @@ from pathlib import Path
 
 from loader.errors import ArtifactError
 from loader.manifest import MANIFEST_NAME, encode_manifest
-from prepare.adaln import ProjectionSource, TableFile, projection_bytes, write_tables
 from prepare.adapters import Adapter
 from prepare.compile import require_compiler
 from prepare.digests import FileDigests
-from prepare.family import DTYPES, FamilySource, PrepareOptions, open_source
+from prepare.family import FamilySource, PrepareOptions, open_source
 from prepare.file_plan import PlannedFile, plan_weight_files
 from prepare.kernel_files import kernel_entries, kernel_files, write_kernels
 from prepare.progress import Progress, ProgressReport
@@ -198,7 +197,7 @@ class _Run:
             for path in paths
         ]
         outputs = [plan for plan in self._plans if not self._is_done(plan.path)]
-        tables = 0 if self._is_done(_TABLES) else projection_bytes(self._source.modulation)
+        tables = 0 if self._is_done(_TABLES) else self._source.table_bytes()
         return sum(path.stat().st_size for path in hashed) + sum(map(self._read_bytes, outputs)) + tables
 
     def _read_bytes(self, plan: PlannedFile) -> int:
@@ -238,17 +237,10 @@ class _Run:
             return
         scan, source = FiniteScan(), self._source
         with ExitStack() as stack:
-            files = [
-                TableFile.create(table, stack.enter_context(self._staging.new_file(table.file.path)))
-                for table in source.tables
-            ]
-            dtype = DTYPES[self._options.dtype]
-            projections = ProjectionSource(source.sources, source.projection_name, dtype, scan, self._advance)
-            options, workers = self._options, self._num_workers()
-            sha256 = write_tables(
-                files, projections, source.modulation, options.adaln, options.device, workers
+            files = [stack.enter_context(self._staging.new_file(table.file.path)) for table in source.tables]
+            digests, sha256 = source.write_tables(
+                files, self._options, scan, self._advance, self._num_workers()
             )
-            digests = [file.digests() for file in files]
         records = {
             table.file.path: _record(result, []) for table, result in zip(source.tables, digests, strict=True)
         }

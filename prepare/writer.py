@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from loader.manifest import CHUNK_BYTES, FORMAT_MAJOR, FORMAT_NAME, arena_bytes
-from prepare.adaln import Table
 from prepare.digests import FileDigests
-from prepare.family import DTYPES, FamilySource, PrepareOptions
+from prepare.family import DTYPES, FamilySource, PrepareOptions, Table
 from prepare.file_plan import PlannedFile
 
 TOKENIZER_PATH = "tokenizer/tokenizer.json"

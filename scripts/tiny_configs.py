@@ -8,7 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from prepare.contract import CONTRACT_NAME, CONTRACT_SCHEMA, SPARSE_BACKEND, SPARSITY, TILE_ROWS
+from prepare.families.minimax_h3.contract import (
+    CONTRACT_NAME,
+    CONTRACT_SCHEMA,
+    SPARSE_BACKEND,
+    SPARSITY,
+    TILE_ROWS,
+)
 from prepare.families.minimax_h3.tree import PARTITIONS, Partition
 from runtime.families.minimax_h3.config import H3Config, VideoVAEConfig
 from runtime.schedules import AUDIO_SHIFT, FASTH3_STEPS, FASTH3_VIDEO_SHIFT, VIDEO_SHIFT

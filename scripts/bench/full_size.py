@@ -19,11 +19,11 @@ from functools import partial
 from pathlib import Path
 
 from loader.manifest import CHUNK_BYTES, MANIFEST_NAME, encode_manifest
-from prepare.adaln import plan_table
 from prepare.compile import compile_kernels
 from prepare.digests import FileDigests, edge_digest
 from prepare.families.minimax_h3.recipe import build_recipe, loading_order
 from prepare.families.minimax_h3.source import MiniMaxH3Source
+from prepare.families.minimax_h3.tables import plan_table
 from prepare.family import PrepareOptions
 from prepare.file_plan import PlacedTensor, PlannedFile, plan_weight_files
 from prepare.shards import check_sizes, shard_groups, shard_orders

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from loader.manifest import read_manifest
-from prepare.adaln import canonical_input, plan_table
 from prepare.families.minimax_h3.config_files import read_config
+from prepare.families.minimax_h3.tables import canonical_input, plan_table
 from prepare.families.minimax_h3.tree import open_tree
 from prepare.family import PrepareOptions
 from prepare.pipeline import prepare_checkpoint

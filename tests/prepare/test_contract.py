@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from loader.errors import ArtifactError
-from prepare.contract import CONTRACT_NAME, read_contract
+from prepare.families.minimax_h3.contract import CONTRACT_NAME, read_contract
 from tests.prepare.cases import CASES, case_path, says
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from loader.errors import ArtifactError, CapabilityError, RequestError
 from loader.manifest import read_manifest
 from prepare.checkpoint import open_component
-from prepare.contract import CONTRACT_NAME
+from prepare.families.minimax_h3.contract import CONTRACT_NAME
 from prepare.families.minimax_h3.tree import open_tree
 from prepare.family import PrepareOptions, open_source
 from prepare.pipeline import prepare_checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 
 from loader.errors import ArtifactError
 from prepare.checkpoint import read_json
-from prepare.contract import check_scheduler_shifts, check_shift
+from prepare.families.minimax_h3.contract import check_scheduler_shifts, check_shift
 from prepare.families.minimax_h3.tree import DIFFUSERS, SourceTree
 from runtime.families.minimax_h3.config import H3Config
 from runtime.schedules import AUDIO_SHIFT, VIDEO_SHIFT

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loader.errors import ArtifactError, RequestError
-from prepare.contract import CONTRACT_NAME, TILE_ROWS, InferenceContract, read_contract
 from prepare.families.minimax_h3.adapter_targets import GATE
 from prepare.families.minimax_h3.config_files import check_shifts
+from prepare.families.minimax_h3.contract import CONTRACT_NAME, TILE_ROWS, InferenceContract, read_contract
 from prepare.families.minimax_h3.published import TRANSFORMER
 from prepare.families.minimax_h3.tree import NATIVE, SourceTree
 from prepare.schedules import find_schedule

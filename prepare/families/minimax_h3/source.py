@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kernels.catalog import ModelSizes
 from loader.errors import RequestError
 from prepare.accounting import check_tensors
-from prepare.adaln import Table, plan_table
 from prepare.adapters import Adapter, read_adapter
 from prepare.checkpoint import SourceTensor
-from prepare.contract import CONTRACT_NAME
+from prepare.digests import FileDigests
 from prepare.families.minimax_h3.adapter_targets import adapter_targets, gates
 from prepare.families.minimax_h3.config_files import config_paths, read_config
+from prepare.families.minimax_h3.contract import CONTRACT_NAME
 from prepare.families.minimax_h3.native import native_name
 from prepare.families.minimax_h3.published import TRANSFORMER, published_tensors
 from prepare.families.minimax_h3.recipe import (
@@ -35,15 +35,24 @@ from prepare.families.minimax_h3.release import (
     read_release,
     with_bundle_gates,
 )
+from prepare.families.minimax_h3.tables import (
+    ProjectionSource,
+    Table,
+    TableFile,
+    plan_table,
+    projection_bytes,
+    write_tables,
+)
 from prepare.families.minimax_h3.tree import NATIVE, PARTITIONS, SourceTree, open_tree
 from prepare.family import DTYPES, VAE_LINEARS, PrepareOptions
 from prepare.merge import Update, Updates
 from prepare.recipe import Recipe, TensorSpec
-from prepare.repack import Sources
+from prepare.repack import Advance, Sources
+from prepare.scan import FiniteScan
 from prepare.schedules import resolve_schedules
 from prepare.shards import check_sizes, shard_groups, shard_orders
 from prepare.tokenizer import TOKENIZER_FILES, build_tokenizer, check_vision_ids
-from runtime.families.minimax_h3.config import H3Config, TransformerConfig
+from runtime.families.minimax_h3.config import H3Config
 from runtime.families.minimax_h3.shards import check_ranks, cut_of
 from runtime.schedules import Schedule
 
@@ -70,10 +79,6 @@ class MiniMaxH3Source:
     updates: Updates = field(default_factory=dict)
 
     @property
-    def modulation(self) -> TransformerConfig:
-        return self.model.transformer
-
-    @property
     def kernel_sizes(self) -> ModelSizes:
         dit, text, vae = self.model.transformer, self.model.text, self.model.video_vae
         return ModelSizes(
@@ -89,7 +94,27 @@ class MiniMaxH3Source:
     def row_layout(self) -> Mapping[str, str]:
         return LAYOUT
 
-    def projection_name(self, name: str) -> str:
+    def table_bytes(self) -> int:
+        return projection_bytes(self.model.transformer)
+
+    def write_tables(
+        self,
+        files: Sequence[BinaryIO],
+        options: PrepareOptions,
+        scan: FiniteScan,
+        advance: Advance,
+        workers: int,
+    ) -> tuple[list[FileDigests], str]:
+        projections = ProjectionSource(
+            self.sources, self._projection_name, DTYPES[options.dtype], scan, advance
+        )
+        targets = [TableFile.create(table, file) for table, file in zip(self.tables, files, strict=True)]
+        sha256 = write_tables(
+            targets, projections, self.model.transformer, options.adaln, options.device, workers
+        )
+        return [target.digests() for target in targets], sha256
+
+    def _projection_name(self, name: str) -> str:
         return native_name(TRANSFORMER, name) if self.layout == NATIVE else name
 
 
