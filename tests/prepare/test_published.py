@@ -59,7 +59,8 @@ def _random_sizes(seed: int) -> H3Config:
 
 
 CONFIGS = [pytest.param(_random_sizes(seed), id=f"seed{seed}") for seed in range(3)]
-CONFIGS.append(pytest.param(preset("full").model, id="full"))
+# The released counts and bytes have a quick test of their own below.
+CONFIGS.append(pytest.param(preset("full").model, id="full", marks=pytest.mark.slow))
 
 
 def _oracle_shapes(config: H3Config) -> dict[str, dict[str, tuple[int, ...]]]:
