@@ -28,6 +28,8 @@ def validate_main(argv: Sequence[str]) -> int:
     parser = _Parser(prog="coldframe validate", description="Check every byte of a prepared directory.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--sha256", help="digest that the manifest must have")
+    parser.add_argument("--no-probe", action="store_true", help="leave out the start of a fresh worker")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the probe")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return _guarded(parser, argv, _validate)
 
@@ -163,8 +165,9 @@ def _validate(args: argparse.Namespace) -> None:
     progress = Progress(validation_bytes(args.directory), terminal_renderer(sys.stderr))
     report = validate_directory(args.directory, args.sha256, progress.advance)
     require_valid(report, args.directory)
+    entry_s = None if args.no_probe else _probe(args.directory, args.device)
     if args.json:
-        _say(json.dumps(asdict(report), sort_keys=True), sys.stdout)
+        _say(json.dumps({**asdict(report), "first_dit_entry_s": entry_s}, sort_keys=True), sys.stdout)
         return
     size = report.num_bytes / 1e9
     _say(
@@ -172,6 +175,21 @@ def _validate(args: argparse.Namespace) -> None:
         sys.stdout,
     )
     _say(f"manifest SHA-256: {report.manifest_sha256}", sys.stdout)
+    if entry_s is not None:
+        _say(f"a fresh worker reached its first denoiser entry in {entry_s:.2f} s", sys.stdout)
+
+
+def _probe(directory: Path, device: str) -> float:
+    """Seconds from a fresh worker's first instruction to its first denoiser entry.
+
+    Raises: what `prepare.probe.probe_directory` raises: the directory cannot be started here.
+    """
+    from prepare.probe import probe_directory
+
+    command = [sys.executable, "-m", "runtime.cli", "probe", "--device", device]
+    headline = probe_directory(directory, command).report["headline"]
+    assert isinstance(headline, dict)
+    return float(headline["first_dit_entry"])
 
 
 def _guarded(

@@ -52,7 +52,7 @@ async def create_video(request: Request) -> Response:
         "Server-Timing": server_timing(job),
         "openai-poll-after-ms": str(service.config.poll_after_ms),
     }
-    return JSONResponse(video_object(job, service.bundle.identity), headers=headers)
+    return JSONResponse(video_object(job), headers=headers)
 
 
 async def create_sync(request: Request) -> Response:
@@ -125,6 +125,7 @@ def _new_job(
         video=admitted.video,
         pictures={name: f"{name}.{picture.kind}" for name, picture in pictures.items()},
         request_id=request_id,
+        bundle_id=service.bundle.identity,
     )
 
 
@@ -212,4 +213,4 @@ async def _dynamo_response(service: Service, job: Job, form: str, headers: dict[
     else:
         entry = {"url": f"/v1/videos/{job.id}/content"}
     headers["Server-Timing"] = server_timing(job)
-    return JSONResponse(dynamo_object(job, service.bundle.identity, entry), headers=headers)
+    return JSONResponse(dynamo_object(job, entry), headers=headers)

@@ -177,7 +177,10 @@ class Dispatcher:
                 self._spawn(self._complete(job_id, result, timings))
                 self._free()
             case "cancelled":
-                self._fail(job_id, *(self._end or CANCELLED))
+                if self._end is None and self._draining:  # nobody asked: the worker was told to leave
+                    self._interrupt(job_id, "the service shut down")
+                else:
+                    self._fail(job_id, *(self._end or CANCELLED))
                 self._free()
             case "error":
                 error = dict(event.get("error") or {})
@@ -216,12 +219,7 @@ class Dispatcher:
         if job_id is not None and self._end is not None:
             self._fail(job_id, *self._end)
         elif job_id is not None and self.worker.phase != FAILED:
-            config = self._config
-            job = self._store.interrupt(
-                job_id, config.interrupted, config.max_attempts, config.result_ttl_s, reason
-            )
-            if job is not None and not job.is_active:
-                self._metrics.job_ended(job, "interrupted")
+            self._interrupt(job_id, reason)
         if self.worker.phase == FAILED:
             failure = worker_job_error(self.worker.failure or {})
             for job in self._store.active():
@@ -230,6 +228,15 @@ class Dispatcher:
         if code == ArtifactError.exit_code:
             self._metrics.count("h3_checksum_failures_total")
         self._idle.set()
+
+    def _interrupt(self, job_id: str, reason: str) -> None:
+        """Settle a job that ended through no fault of its own by the policy: failed, or queued again."""
+        config = self._config
+        job = self._store.interrupt(
+            job_id, config.interrupted, config.max_attempts, config.result_ttl_s, reason
+        )
+        if job is not None and not job.is_active:
+            self._metrics.job_ended(job, "interrupted")
 
     # ---- time
 

@@ -55,6 +55,7 @@ class Job:
         result: result of the worker, plus `sha256` and `bytes` of the file.
         timings: phase → seconds spent in it.
         call_id: the platform's name for the running call, where jobs run elsewhere.
+        bundle_id: prepared directory that admitted it; it stays what it was when the deployment changes.
     """
 
     id: str
@@ -80,6 +81,7 @@ class Job:
     call_id: str = ""
     expired: bool = False
     request_id: str = ""
+    bundle_id: str = ""
 
     @property
     def is_active(self) -> bool:

@@ -29,7 +29,7 @@ def _object_response(service: Service, job: Job) -> Response:
     headers = {"Server-Timing": server_timing(job)}
     if job.is_active:
         headers["openai-poll-after-ms"] = str(service.config.poll_after_ms)
-    return JSONResponse(video_object(job, service.bundle.identity), headers=headers)
+    return JSONResponse(video_object(job), headers=headers)
 
 
 async def get_video(request: Request) -> Response:
@@ -48,7 +48,7 @@ async def list_videos(request: Request) -> Response:
     jobs, has_more = service.store.page(
         request.scope["owner"], query.get("after") or None, limit, order == "desc"
     )
-    data = [video_object(job, service.bundle.identity) for job in jobs]
+    data = [video_object(job) for job in jobs]
     page: dict[str, Any] = {"object": "list", "data": data, "has_more": has_more}
     page |= {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
     return JSONResponse(page)

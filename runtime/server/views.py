@@ -16,7 +16,7 @@ SERVER_TIMING = (  # name in the header, phases that it sums
 )
 
 
-def video_object(job: Job, bundle_id: str) -> dict[str, Any]:
+def video_object(job: Job) -> dict[str, Any]:
     """The OpenAI video object with the extensions of this service. Server paths are not part of it."""
     video, result = job.video, job.result
     done = job.status == COMPLETED
@@ -47,7 +47,7 @@ def video_object(job: Job, bundle_id: str) -> dict[str, Any]:
         "num_evaluations": video.get("num_evaluations"),
         "task": video.get("task"),
         "accel": video.get("accel") or "exact",
-        "bundle_id": bundle_id,
+        "bundle_id": job.bundle_id,
         "inference_time_s": inference_time_s(job),
         "stage_durations": stage_durations(job),
         "peak_memory_mb": result.get("peak_memory_mb"),
@@ -56,10 +56,10 @@ def video_object(job: Job, bundle_id: str) -> dict[str, Any]:
     }
 
 
-def dynamo_object(job: Job, bundle_id: str, data: Mapping[str, Any]) -> dict[str, Any]:
+def dynamo_object(job: Job, data: Mapping[str, Any]) -> dict[str, Any]:
     """The video object plus the keys of NVIDIA Dynamo's blocking answer."""
     entry = {"output_format": "mp4", "fps": job.video.get("fps", 24), "audio_sample_rate": 32000, **data}
-    return {**video_object(job, bundle_id), "created": int(job.created_at), "data": [entry]}
+    return {**video_object(job), "created": int(job.created_at), "data": [entry]}
 
 
 def inference_time_s(job: Job) -> float | None:

@@ -315,8 +315,14 @@ def pop_wide(heap: Any) -> Any:
     return top
 
 
-@cache
 def _compiled(name: str) -> Any:
+    """A loop compiled once. Raises: CapabilityError: Numba is not installed."""
+    require("numba", "the compiled engine")
+    return _compile(name)
+
+
+@cache
+def _compile(name: str) -> Any:
     """A loop compiled, with `heappush` and `heappop` replaced by heaps of four children: fewer cache misses.
 
     Both heaps return the same values in the same order, so results stay equal to the bit.
