@@ -10,28 +10,34 @@ import ctypes
 import os
 import sys
 import threading
-import time
 from pathlib import Path
 
 _PARTS = ("graph", "ops", "heuristic", "engines_runtime_compiled", "engines_precompiled")
 _POLL_S = 0.02
 
 
-def start_cudnn_preload(site: Path) -> threading.Thread | None:
-    """Start the thread; None where torch's cuDNN package is not in `site` (the folder that holds `torch`)."""
+def start_cudnn_preload(site: Path, given_up: threading.Event) -> threading.Thread | None:
+    """Start the thread; None where torch's cuDNN package is not in `site` (the folder that holds `torch`).
+
+    Args:
+        given_up: set when the start has failed, so that the thread waits for torch no longer.
+    """
     folder = site / "nvidia" / "cudnn" / "lib"
     paths = [folder / f"libcudnn_{part}.so.9" for part in _PARTS]
     paths = [path for path in paths if path.exists()]
     if not paths:
         return None
-    thread = threading.Thread(target=_open_after_torch, args=(paths,), name="cudnn preload", daemon=True)
+    thread = threading.Thread(
+        target=_open_after_torch, args=(paths, given_up), name="cudnn preload", daemon=True
+    )
     thread.start()
     return thread
 
 
-def _open_after_torch(paths: list[Path]) -> None:
+def _open_after_torch(paths: list[Path], given_up: threading.Event) -> None:
     while "torch._C" not in sys.modules:
-        time.sleep(_POLL_S)
+        if given_up.wait(_POLL_S):
+            return
     library = ctypes.CDLL(None)
     library.dlopen.argtypes = (ctypes.c_char_p, ctypes.c_int)
     library.dlopen.restype = ctypes.c_void_p

@@ -10,6 +10,7 @@ is used.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ def run_start(start: WorkerStart, timeline: Timeline) -> tuple[Any, Prepared | N
     try:
         results = Graph(start.nodes(), timeline).run()
     except BaseException:
-        start.stop_loading()
+        start.give_up()
         raise
     return start.engine(results), results["request"]
 
@@ -76,6 +77,8 @@ class WorkerStart:
         self.reader: ChildReader | None = None
         self.uploader: UploaderProcess | None = None
         self.preload: Preload | None = None
+        self.cudnn_preload: threading.Thread | None = None
+        self.given_up = threading.Event()
 
     def nodes(self) -> list[Node]:
         return [
@@ -108,7 +111,8 @@ class WorkerStart:
             from runtime.cudnn_preload import start_cudnn_preload
             from runtime.torch_preload import find_torch
 
-            start_cudnn_preload(Path(find_torch().directory).parent)
+            site = Path(find_torch().directory).parent
+            self.cudnn_preload = start_cudnn_preload(site, self.given_up)
 
     def spawn_processes(self) -> None:
         """The uploader for a GPU and the reader, unless a rung of the loader is forced that has none."""
@@ -179,6 +183,17 @@ class WorkerStart:
         for process in spawned:
             process.stop()
             process.close()
+
+    def give_up(self) -> None:
+        """After a failure: nothing is left loading, and no library is half-way in when the process ends.
+
+        A library that is being initialised while the process exits aborts it.
+        """
+        self.given_up.set()
+        self.stop_loading()
+        for thread in (self.preload, self.cudnn_preload):
+            if thread is not None:
+                thread.join()
 
     def request(self, results: Results) -> Prepared | None:
         if self.body is None:

@@ -58,14 +58,27 @@ def sync_response(service: Service, job: Job, headers: dict[str, str]) -> Respon
 
 
 class _Video(FileResponse):
-    """A file response whose refusals of ranges have our error body."""
+    """A file response whose refusals of ranges have our error body.
+
+    The file is opened here and served through its descriptor: expiry may remove the name while it is being sent.
+    """
 
     def __init__(self, service: Service, job: Job, headers: dict[str, str]) -> None:
-        path = service.store.video_path(job.id)
+        try:
+            self._descriptor = os.open(service.store.video_path(job.id), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise ApiError("this video has expired", status=410, code="video_expired") from None
+        path = f"/proc/self/fd/{self._descriptor}"
         super().__init__(path, headers=headers, media_type="video/mp4", filename=f"{job.id}.mp4")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        size = os.stat(self.path).st_size  # noqa: PTH116 (the base class may hold a string)
+        try:
+            await self._send(scope, receive, send)
+        finally:
+            os.close(self._descriptor)
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        size = os.fstat(self._descriptor).st_size
         value = next((v.decode("latin-1") for k, v in scope["headers"] if k == b"range"), None)
         if value is not None and value.strip().lower().startswith("bytes="):
             ranges = self._parse_ranges(value.split("=", 1)[1], size)
