@@ -51,7 +51,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealService]:
     directory = tmp_path_factory.mktemp("real")
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     for arguments in (
-        ["-m", "scripts.tiny_checkpoint", str(directory / "checkpoint"), "--preset", "test"],
+        ["-m", "scripts.tiny_checkpoint", str(directory / "checkpoint"), "--preset", "demo"],
         [
             "-m",
             "runtime.cli",
