@@ -10,7 +10,6 @@ is used.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,8 +76,6 @@ class WorkerStart:
         self.reader: ChildReader | None = None
         self.uploader: UploaderProcess | None = None
         self.preload: Preload | None = None
-        self.cudnn_preload: threading.Thread | None = None
-        self.given_up = threading.Event()
 
     def nodes(self) -> list[Node]:
         return [
@@ -107,12 +104,6 @@ class WorkerStart:
 
         if self.settings.torch_trims == "all":
             self.preload = start_preload()
-        if self.device == "cuda" and self.settings.preload_cudnn:
-            from runtime.cudnn_preload import start_cudnn_preload
-            from runtime.torch_preload import find_torch
-
-            site = Path(find_torch().directory).parent
-            self.cudnn_preload = start_cudnn_preload(site, self.given_up)
 
     def spawn_processes(self) -> None:
         """The uploader for a GPU and the reader, unless a rung of the loader is forced that has none."""
@@ -189,11 +180,9 @@ class WorkerStart:
 
         A library that is being initialised while the process exits aborts it.
         """
-        self.given_up.set()
         self.stop_loading()
-        for thread in (self.preload, self.cudnn_preload):
-            if thread is not None:
-                thread.join()
+        if self.preload is not None:
+            self.preload.join()
 
     def request(self, results: Results) -> Prepared | None:
         if self.body is None:

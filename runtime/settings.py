@@ -39,7 +39,6 @@ class Settings:
         encoder_preset: of that codec; the fastest by default, since the last unit's encoding is waited for.
         encoder_crf: constant quality, 0 to 51, lower is better.
         torch_trims: shortcuts of `import torch` to take, comma separated; `all` or `none`.
-        preload_cudnn: 1 maps cuDNN's libraries during the import of torch, 0 leaves them to their first use.
         cpu_threads: torch's threads on the CPU; 0: torch's own choice.
         log_level: of the JSON log on stderr.
     """
@@ -62,7 +61,6 @@ class Settings:
     encoder_preset: str = "ultrafast"
     encoder_crf: int = 18
     torch_trims: str = "all"
-    preload_cudnn: int = 1
     cpu_threads: int = 0
     log_level: str = "INFO"
 
