@@ -110,7 +110,11 @@ def test_refusals_name_the_line(text: str, words: list[str], tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "data", [b"\x1f\x8b\x08broken", gzip.compress(b"timestamp,duration\n1,2\n" * 99)[:-9]]
+    "data",
+    [
+        pytest.param(b"\x1f\x8b\x08broken", id="bad-header"),
+        pytest.param(gzip.compress(b"timestamp,duration\n1,2\n" * 99, mtime=0)[:-9], id="cut-short"),
+    ],
 )
 def test_damaged_gzip_is_refused(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
