@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from loader.errors import ArtifactError
 
@@ -21,8 +21,23 @@ if TYPE_CHECKING:
     from runtime.compute import Compute
     from runtime.weights import WeightSource
 
-REGISTRY: Mapping[str, str] = {"minimax_h3": "runtime.families.minimax_h3.family:MiniMaxH3"}
-"""Family name in a manifest → `module:class`, imported on use: a cold start cannot afford to import them all."""
+
+class Registered(NamedTuple):
+    """Where a family is, as `module:name`, imported on use: a cold start cannot afford to import them all.
+
+    `likely_order(manifest, body, task, schedule)` is a function in a module of its own, cheap to import: it decides
+    what is read, and everything else of the family is imported while the first bytes arrive.
+    """
+
+    family: str
+    likely_order: str
+
+
+REGISTRY: Mapping[str, Registered] = {
+    "minimax_h3": Registered(
+        "runtime.families.minimax_h3.family:MiniMaxH3", "runtime.families.minimax_h3.order:likely_order"
+    )
+}
 
 Latents = Mapping[str, "Tensor"]
 """Latents, noise or velocity by modality (`video`, `audio`), in the row form of the family's denoiser."""
@@ -124,10 +139,6 @@ class Family(Protocol):
         """Validated request. Raises: RequestError naming the field."""
         ...
 
-    def likely_order(self, body: Mapping[str, object] | None) -> str:
-        """Key into the manifest's `orders` for a body that is not validated yet; never raises."""
-        ...
-
     def prepare(self, request: Any) -> Prepared:
         """Tokens, pictures and packed layout. Raises: RequestError (prompt too long, picture unusable)."""
         ...
@@ -150,6 +161,24 @@ def family_for(manifest: Manifest, directory: Path, task: str = "", schedule: st
         task, schedule: the deployment's defaults for a start without a request.
     Raises: ArtifactError: the manifest names a family that this version does not have.
     """
+    family: Family = _find(_registered(manifest).family)(manifest, directory, task, schedule)
+    return family
+
+
+def likely_order(
+    manifest: Manifest, body: Mapping[str, object] | None, task: str = "", schedule: str = ""
+) -> str:
+    """Key into the manifest's `orders` for a body that is not validated yet.
+
+    Args:
+        body: None: a start without a request. task, schedule: the deployment's defaults.
+    Raises: ArtifactError: unknown family, or the defaults are needed and not prepared.
+    """
+    order: str = _find(_registered(manifest).likely_order)(manifest, body, task, schedule)
+    return order
+
+
+def _registered(manifest: Manifest) -> Registered:
     name = str(manifest.model["family"])
     if name not in REGISTRY:
         raise ArtifactError(
@@ -158,6 +187,9 @@ def family_for(manifest: Manifest, directory: Path, task: str = "", schedule: st
             found=repr(name),
             expected=sorted(REGISTRY),
         )
-    module, _, attribute = REGISTRY[name].partition(":")
-    family: Family = getattr(importlib.import_module(module), attribute)(manifest, directory, task, schedule)
-    return family
+    return REGISTRY[name]
+
+
+def _find(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)

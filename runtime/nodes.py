@@ -1,14 +1,14 @@
 """The nodes of a worker's start. Adding a component to the start means adding a node here.
 
 On the main thread: spawn (the reader, the uploader, and torch's libraries on their way into memory, first: all of
-that goes on while the manifest is parsed) → manifest → load → torch → models →
-compute → warm-up. Beside it, on the request's thread: parse → tokens, pictures, packed layout, embedding rows. The
-conditioner and the first step follow in `runtime.pipeline`, behind the load, because every group is waited for where it
-is used.
+that goes on while the manifest is parsed) → manifest → load → family → torch → models → compute → warm-up. Beside it,
+on the request's thread: parse → tokens, pictures, packed layout, embedding rows. The conditioner and the first step
+follow in `runtime.pipeline`, behind the load, because every group is waited for where it is used.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from runtime.settings import Settings
     from runtime.torch_preload import Preload
     from runtime.weights import WeightSet
+
+_LOADING_MODULES = ("loader.manifest", "loader.stream", "runtime.family", "runtime.weights")
 
 
 def start_engine(
@@ -82,8 +84,9 @@ class WorkerStart:
             Node("spawn", self.spawn, cancel=self.stop_loading),
             Node("manifest", self.manifest),
             Node("load", self.load, needs=("spawn", "manifest"), cancel=self.stop_loading),
-            # After `load`, so that its imports do not delay the first read.
-            Node("request", self.request, needs=("load",), thread="request"),
+            # What follows imports a lot: after `load`, so that it does not delay the first read.
+            Node("family", self.family, needs=("load",)),
+            Node("request", self.request, needs=("family",), thread="request"),
             Node("torch", self.torch, needs=("load",)),
             Node("models", self.models, needs=("torch",)),
             Node("compute", self.compute, needs=("models",)),
@@ -100,9 +103,10 @@ class WorkerStart:
             self.spawn_processes()
         except OSError as error:
             self.timeline.note(spawn=f"not spawned early: {error}")
-        from runtime.torch_preload import start_preload
-
+        self.import_loading()
         if self.settings.torch_trims == "all":
+            from runtime.torch_preload import start_preload
+
             self.preload = start_preload()
 
     def spawn_processes(self) -> None:
@@ -119,21 +123,34 @@ class WorkerStart:
 
             self.reader = spawn_reader()
 
-    def manifest(self, results: Results) -> tuple[Any, Any]:
+    def import_loading(self) -> None:
+        """What the nodes `manifest` and `load` import, all of it before torch's libraries are being mapped.
+
+        Importing an extension module waits for the dynamic linker's lock, which that mapping holds for long.
+        """
+        for name in _LOADING_MODULES + (("loader.device_start",) if self.device == "cuda" else ()):
+            importlib.import_module(name)
+
+    def manifest(self, results: Results) -> Manifest:
         from loader.manifest import read_manifest
+
+        return read_manifest(self.directory, self.settings.manifest_sha256 or None)
+
+    def family(self, results: Results) -> Any:
         from runtime.family import family_for
 
-        manifest = read_manifest(self.directory, self.settings.manifest_sha256 or None)
+        manifest = results["manifest"]
         family = family_for(manifest, self.directory, self.settings.task, self.settings.schedule)
         if self.on_family is not None:
             self.on_family(family)
-        return manifest, family
+        return family
 
     def load(self, results: Results) -> WeightSet:
+        from runtime.family import likely_order
         from runtime.weights import WeightSet
 
-        manifest, family = results["manifest"]
-        self.order = order = family.likely_order(self.body)
+        manifest, settings = results["manifest"], self.settings
+        self.order = order = likely_order(manifest, self.body, settings.task, settings.schedule)
         self.weights = WeightSet(lambda groups: self.start_stream(manifest, groups))
         self.weights.ensure(manifest.orders[order])
         entry = _entry_bytes(manifest, manifest.orders[order])
@@ -187,7 +204,7 @@ class WorkerStart:
     def request(self, results: Results) -> Prepared | None:
         if self.body is None:
             return None
-        _, family = results["manifest"]
+        family = results["family"]
         prepared: Prepared = family.prepare(family.parse(self.body, self.resolve_image))
         for tensor, rows in prepared.rows.items():
             results["load"].fetch_rows(tensor, rows)
@@ -203,14 +220,12 @@ class WorkerStart:
 
     def models(self, results: Results) -> None:
         """Import the numerical modules, so that no import is left for the first step."""
-        _, family = results["manifest"]
-        family.import_models()
+        results["family"].import_models()
 
     def compute(self, results: Results) -> Compute:
         from runtime.compute import choose_compute
 
-        manifest, _ = results["manifest"]
-        compute = choose_compute(self.device, self.directory, manifest.kernels)
+        compute = choose_compute(self.device, self.directory, results["manifest"].kernels)
         self.timeline.note(**compute.facts)
         return compute
 
@@ -220,13 +235,12 @@ class WorkerStart:
         With a request waiting, only what the denoiser needs and the conditioner does not initialise by running.
         """
         if self.device == "cuda":
-            _, family = results["manifest"]
-            family.warm_up(results["request"], results["compute"])
+            results["family"].warm_up(results["request"], results["compute"])
 
     def engine(self, results: Results) -> Engine:
         from runtime.engine import Engine
 
-        manifest, family = results["manifest"]
+        manifest, family = results["manifest"], results["family"]
         return Engine(self.settings, self.timeline, manifest, family, results["load"], results["compute"])
 
 

@@ -95,10 +95,6 @@ class FamilyOnRanks:
     def parse(self, body: Mapping[str, object], resolve_image: ImageResolver | None = None) -> _Parsed:
         return _Parsed(self._family.parse(body, resolve_image), body)
 
-    def likely_order(self, body: Mapping[str, object] | None) -> str:
-        order: str = self._family.likely_order(body)
-        return order
-
     def prepare(self, request: _Parsed) -> RankPrepared:
         prepared: Prepared = self._family.prepare(request.request)
         body = {**request.body, "seed": prepared.report["seed"]}

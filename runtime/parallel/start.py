@@ -66,22 +66,26 @@ class RankStart(WorkerStart):
             Node("ranks", self.ranks, needs=("torch",), thread="ranks", cancel=self.leave),
         ]
 
-    def manifest(self, results: Results) -> tuple[Any, Any]:
-        """The manifest as this rank sees it, and a family whose jobs run on all ranks."""
-        from loader.manifest import read_manifest
+    def manifest(self, results: Results) -> Manifest:
+        """The manifest as this rank sees it."""
+        rank, size = self.environment.rank, self.environment.size
+        self.timeline.note(rank=rank, ranks=size)
+        self.whole = super().manifest(results)
+        return rank_manifest(self.whole, rank, size)
+
+    def family(self, results: Results) -> FamilyOnRanks:
+        """A family whose jobs run on all ranks."""
         from runtime.family import family_for
 
-        rank, size = self.environment.rank, self.environment.size
-        self.whole = whole = read_manifest(self.directory, self.settings.manifest_sha256 or None)
-        manifest = rank_manifest(whole, rank, size)
+        assert self.whole is not None, "the manifest was read before"
+        manifest, rank, size = results["manifest"], self.environment.rank, self.environment.size
         family = family_for(manifest, self.directory, self.settings.task, self.settings.schedule)
         on_ranks = FamilyOnRanks(
-            family, manifest, size in prepared_ranks(whole.orders), rank, size, self._connected
+            family, manifest, size in prepared_ranks(self.whole.orders), rank, size, self._connected
         )
         if self.on_family is not None:
             self.on_family(on_ranks)
-        self.timeline.note(rank=rank, ranks=size)
-        return manifest, on_ranks
+        return on_ranks
 
     def spawn_processes(self) -> None:
         """One reader for the host's ranks, or a reader and an uploader each."""
@@ -133,12 +137,11 @@ class RankStart(WorkerStart):
     def engine(self, results: Results) -> RankEngine:
         from runtime.parallel.engine import RankEngine
 
-        manifest, family = results["manifest"]
         return RankEngine(
             self.settings,
             self.timeline,
-            manifest,
-            family,
+            results["manifest"],
+            results["family"],
             results["load"],
             results["compute"],
             connection=results["ranks"],

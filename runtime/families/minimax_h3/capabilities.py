@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from loader.errors import ArtifactError, CapabilityError
 from runtime.families.minimax_h3.canvas import (
@@ -16,14 +16,13 @@ from runtime.families.minimax_h3.canvas import (
     FrameLimits,
 )
 from runtime.families.minimax_h3.config import H3Config
+from runtime.families.minimax_h3.order import TASKS, Task
 from runtime.media.images import ImageLimits
 from runtime.schedules import DEFAULT_SCHEDULE, Schedule, schedule_from_bits
 
 if TYPE_CHECKING:
     from loader.manifest import Manifest
 
-Task = Literal["t2va", "fl2va"]
-TASKS: tuple[Task, ...] = ("t2va", "fl2va")
 MAX_PROMPT_BYTES = 64 << 10
 _RELEASED_HIDDEN_SIZE = 5376
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loader.errors import ArtifactError
-from runtime.families.minimax_h3.capabilities import Task, capabilities_of
+from runtime.families.minimax_h3.capabilities import capabilities_of
 from runtime.families.minimax_h3.config import FPS
 from runtime.families.minimax_h3.keyframes import fit_keyframes
+from runtime.families.minimax_h3.order import Task, default_order
 from runtime.families.minimax_h3.packing import pack
 from runtime.families.minimax_h3.request import H3Request, parse_request
 from runtime.families.minimax_h3.tokens import build_token_stream
@@ -46,28 +47,10 @@ class MiniMaxH3:
         self._manifest = manifest
         self._directory = directory
         self._tokenizer: Tokenizer | None = None
-        self._default_order = self._order_of(task or self.capabilities.tasks[0], schedule)
+        self._default_order = default_order(manifest, task, schedule)
 
     def parse(self, body: Mapping[str, object], resolve_image: ImageResolver | None = None) -> H3Request:
         return parse_request(body, self.capabilities, resolve_image=resolve_image)
-
-    def likely_order(self, body: Mapping[str, object] | None) -> str:
-        """The order that an unvalidated body will most likely need; the deployment's default when in doubt."""
-        if body is None:
-            return self._default_order
-        task = "fl2va" if body.get("first_frame") or body.get("last_frame") else "t2va"
-        schedule = body.get("schedule")
-        order = f"{task}/{schedule}"
-        if order in self._manifest.orders:
-            return order
-        evaluations = body.get("num_evaluations")
-        order = f"{task}/base-{evaluations}"
-        if order in self._manifest.orders:
-            return order
-        try:
-            return self._order_of(task, "")
-        except ArtifactError:
-            return self._default_order
 
     def prepare(self, request: H3Request) -> Prepared:
         """Tokens, keyframes on the canvas, packed layout. Raises: RequestError (prompt too long)."""
@@ -184,13 +167,6 @@ class MiniMaxH3:
             noise_mode=request.noise,
             **prepared.parts,
         )
-
-    def _order_of(self, task: str, schedule: str) -> str:
-        if not schedule:
-            schedules = next((s for name, s in self.capabilities.schedules.items() if name == task), ())
-            schedule = schedules[0].name if schedules else "none"
-        self._manifest.order(task, schedule)  # raises with what is prepared
-        return f"{task}/{schedule}"
 
     def _schedule_record(self, task: Task, name: str) -> ScheduleRecord:
         found = (r for r in self._manifest.schedules if r.task == task and r.name == name)

@@ -16,11 +16,12 @@ from typing import Literal, cast
 
 from loader.errors import RequestError
 from runtime.families.minimax_h3 import canvas
-from runtime.families.minimax_h3.capabilities import Capabilities, Task
+from runtime.families.minimax_h3.capabilities import Capabilities
 from runtime.families.minimax_h3.config import FPS, H3Config
 from runtime.families.minimax_h3.fields import Fields, quote
 from runtime.families.minimax_h3.keyframes import Keyframe
 from runtime.families.minimax_h3.noise import NOISE_MODES, NoiseMode
+from runtime.families.minimax_h3.order import Task
 from runtime.families.minimax_h3.packing import Anchor
 from runtime.families.minimax_h3.tokens import MAX_TEXT_ROWS
 from runtime.families.minimax_h3.trajectory import choose_schedule

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from loader.errors import RequestError
-from runtime.families.minimax_h3.capabilities import Capabilities, Task
+from runtime.families.minimax_h3.capabilities import Capabilities
 from runtime.families.minimax_h3.fields import Fields, quote
+from runtime.families.minimax_h3.order import Task
 from runtime.schedules import (
     AUDIO_SHIFT,
     FASTH3_VIDEO_SHIFT,
