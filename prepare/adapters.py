@@ -5,7 +5,8 @@
     fastvideo-lora-v2   as PEFT, with .diff (weight), .diff_b (bias), .set_weight; header counts must agree
 
 W' = W + scale * (alpha / rank) * (B @ A), or W + scale * diff; without an alpha, alpha / rank is 1. `prepare.merge` has
-the arithmetic. A key that is not understood or that no tensor answers to is an error: an adapter that is applied in part
+the arithmetic. Modulation projections and the time embedder may be named like any other layer: prepared tables are
+computed from the merged ones. A key that is not understood or that no tensor answers to is an error: an adapter that is applied in part
 looks like one that was applied.
 """
 
@@ -55,12 +56,10 @@ class Target:
     """A tensor that adapters may name.
 
     shape: as the adapter sees it. places: (published tensor, rows of it that the adapter's rows change).
-    is_frozen: prepared tables are computed from it, so no adapter may change it.
     """
 
     shape: tuple[int, ...]
     places: tuple[tuple[str, Span], ...]
-    is_frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,14 +91,13 @@ def read_adapter(
         targets: full tensor names (`….weight`, `….bias`) -> what they change.
         replaceable: names of tensors that `.set_weight` may give, and their shapes.
     Raises: ArtifactError: not safetensors, unknown keys or modules (all of them are listed), halves of pairs, wrong
-    shapes or types, frozen tensors, counts that disagree. RequestError: a scale for weights that are replaced.
+    shapes or types, counts that disagree. RequestError: a scale for weights that are replaced.
     """
     header = read_header(path)
     style = _style(header)
     modules = _modules(path, header, style)
     names = _flat_names(targets) if style == "kohya" else {name: name for name in targets}
     _check_matched(path, modules, names, replaceable)
-    _check_frozen(path, modules, names, targets)
     if style == BUNDLE:
         _check_counts(path, header, modules)
     updates: dict[str, list[Update]] = {}
@@ -198,23 +196,6 @@ def _check_matched(
             where=path.name,
             found=list_names(unmatched, _SHOWN),
             hint="the adapter is for another model, or for parts that are not prepared",
-        )
-
-
-def _check_frozen(
-    path: Path, modules: Mapping[str, _Module], names: Mapping[str, str], targets: Mapping[str, Target]
-) -> None:
-    def is_frozen(module: str) -> bool:
-        spelled = (f"{module}.{kind}" for kind in ("weight", "bias"))
-        return any(name in names and targets[names[name]].is_frozen for name in spelled)
-
-    found = [key for module, parts in modules.items() if is_frozen(module) for key in parts.keys]
-    if found:
-        raise ArtifactError(
-            "adapter changes modulation projections or what feeds them",
-            where=path.name,
-            found=list_names(found, _SHOWN),
-            hint="modulation tables hold for the published projections only",
         )
 
 

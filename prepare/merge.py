@@ -7,6 +7,7 @@ the factors of its rows; nothing of an adapter stays.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -68,10 +69,24 @@ def apply_updates(
     Args:
         values: [rows, width] float64, rows `first_row` … of the tensor; with `columns` only those columns.
     """
-    for update in updates:
-        for low, high, source in _overlaps(update.spans, first_row, first_row + values.shape[0]):
-            rows = slice(low - first_row, high - first_row)
-            values[rows] += update.scale * _change(update, source, source + high - low, reader, columns)
+    import numpy as np
+
+    with np.errstate(invalid="ignore", over="ignore"):  # callers look at the sums
+        for update in updates:
+            for low, high, source in _overlaps(update.spans, first_row, first_row + values.shape[0]):
+                rows = slice(low - first_row, high - first_row)
+                values[rows] += update.scale * _change(update, source, source + high - low, reader, columns)
+
+
+def update_digest(update: Update, reader: RowReader) -> bytes:
+    """SHA-256 of what one change is: its factors' types, shapes and bytes, its scale, the rows it changes."""
+    factors = (update.up, update.down) if isinstance(update, LowRank) else (update.values,)
+    spans = [(span.start, span.stop, span.source) for span in update.spans]
+    described = (float(update.scale).hex(), spans, [(factor.dtype, factor.shape) for factor in factors])
+    digest = hashlib.sha256(repr(described).encode())
+    for factor in factors:
+        digest.update(reader.rows(factor, 0, factor.shape[0]))
+    return digest.digest()
 
 
 def _overlaps(spans: tuple[Span, ...], start: int, stop: int) -> Iterator[tuple[int, int, int]]:

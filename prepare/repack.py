@@ -111,7 +111,7 @@ def output_pieces(
         dtype = source.dtype
         changes = updates.get(rows.component, {}).get(rows.tensor, ())
         if changes or (dtype, tensor.spec.dtype) not in _PLAIN:
-            yield from _merged_pieces(rows, source, changes, tensor.spec.dtype, reader, scan)
+            yield from merged_pieces(rows, source, changes, tensor.spec.dtype, reader, scan)
             continue
         for piece in reader.pieces(rows):
             words = as_words(piece, dtype)
@@ -127,7 +127,7 @@ def output_pieces(
                 yield widen(words)
 
 
-def _merged_pieces(
+def merged_pieces(
     rows: Rows,
     source: SourceTensor,
     changes: tuple[Update, ...],
@@ -135,7 +135,10 @@ def _merged_pieces(
     reader: SourceReader,
     scan: FiniteScan,
 ) -> Iterator[memoryview]:
-    """Pieces of some rows with an adapter's changes, in the output's type; in float64 between the two."""
+    """Pieces of some rows with an adapter's changes, in the output's type; in float64 between the two, rounded once.
+
+    The scan notes values that are not finite; the caller raises.
+    """
     import numpy as np
 
     name, first = f"{rows.component}/{rows.tensor}", rows.start

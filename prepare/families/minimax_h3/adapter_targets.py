@@ -17,7 +17,6 @@ from prepare.recipe import Rows, TensorSpec
 from runtime.families.minimax_h3.config import H3Config
 
 GATE = ".attn.to_gate_compress.weight"
-_TABLE_INPUTS = ("time_embedder.", "norm_out.linear.")
 _QKV = tuple(f".attn.to_{part}.weight" for part in "qkv")
 
 Places = tuple[tuple[str, Span], ...]
@@ -33,7 +32,7 @@ def adapter_targets(config: H3Config, layout: str, tensors: Mapping[str, TensorS
     for name, spec in tensors.items():
         native = native_rows(TRANSFORMER, name, spec, config)
         own = native if layout == NATIVE else (Rows(TRANSFORMER, name, 0, spec.shape[0]),)
-        targets[name] = Target(spec.shape, tuple(_in_order(own)), _is_frozen(name))
+        targets[name] = Target(spec.shape, tuple(_in_order(own)))
     for name in [name for name in tensors if name.endswith(_QKV[0])]:
         targets[name.replace(_QKV[0], ".attn.to_qkv.weight")] = _fused(name, targets)
     for name, target in _native_targets(config, layout, tensors).items():
@@ -44,10 +43,6 @@ def adapter_targets(config: H3Config, layout: str, tensors: Mapping[str, TensorS
 def gates(tensors: Mapping[str, TensorSpec]) -> dict[str, tuple[int, ...]]:
     """Name and shape of every gate of the compressed branch."""
     return {name: spec.shape for name, spec in tensors.items() if name.endswith(GATE)}
-
-
-def _is_frozen(name: str) -> bool:
-    return ".adaln_proj." in name or name.startswith(_TABLE_INPUTS)
 
 
 def _in_order(rows: tuple[Rows, ...], start: int = 0) -> Iterator[tuple[str, Span]]:
@@ -84,6 +79,6 @@ def _native_targets(config: H3Config, layout: str, tensors: Mapping[str, TensorS
             logical[part.tensor] = name
             row += count
     return {
-        native: Target((heights[native], *tensors[name].shape[1:]), tuple(places[native]), _is_frozen(name))
+        native: Target((heights[native], *tensors[name].shape[1:]), tuple(places[native]))
         for native, name in logical.items()
     }

@@ -105,8 +105,9 @@ class MiniMaxH3Source:
         advance: Advance,
         workers: int,
     ) -> tuple[list[FileDigests], str]:
+        changes = self.updates.get(TRANSFORMER, {})
         projections = ProjectionSource(
-            self.sources, self._projection_name, DTYPES[options.dtype], scan, advance
+            self.sources, self._projection_name, DTYPES[options.dtype], scan, advance, changes
         )
         targets = [TableFile.create(table, file) for table, file in zip(self.tables, files, strict=True)]
         sha256 = write_tables(

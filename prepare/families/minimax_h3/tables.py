@@ -11,18 +11,21 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from loader.errors import ArtifactError, CapabilityError
 from loader.header import DTYPE_BYTES
 from loader.manifest import EDGE_BYTES
+from prepare.checkpoint import SourceTensor
 from prepare.digests import ChunkDigests, FileDigests, edge_digest
 from prepare.file_plan import PlannedFile, plan_file
+from prepare.merge import Update, update_digest
 from prepare.recipe import OutputGroup, OutputTensor, Rows, TensorSpec
-from prepare.repack import Advance, SourceReader, Sources, as_words, widen
+from prepare.repack import Advance, SourceReader, Sources, as_words, merged_pieces, widen
 from prepare.scan import FiniteScan
 from runtime.families.minimax_h3.config import CONDITION_TIMESTEP, TransformerConfig
 from runtime.schedules import Schedule, float32_bits
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["canonical", "match"]
 
+NO_CHANGES: Mapping[str, tuple[Update, ...]] = MappingProxyType({})
 _KINDS, _TERMS, _FINAL_TERMS = 3, 6, 2
 _READ_BYTES = 8 << 20
 _EMBEDDER = tuple(f"time_embedder.linear_{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias"))
@@ -204,7 +208,7 @@ def write_tables(
         files: from `TableFile.create`.
         mode, device: see the module; `canonical` ignores the device.
         workers: layers at a time; `match` takes one.
-    Returns: SHA-256 over the projection tensors: their published bytes in the order time embedder, blocks, output norm.
+    Returns: SHA-256 over the projection tensors, see `ProjectionSource.sha256`.
     Raises: ArtifactError: a projection or a table entry is not finite.
     """
     import torch
@@ -250,7 +254,10 @@ def _write_layer(
 
 
 class ProjectionSource:
-    """Reads AdaLN weights by row slices. Diffusers tensor names. Threads may share it: each call has its own reader."""
+    """Reads AdaLN weights by row slices, with the changes of adapters. Diffusers tensor names.
+
+    Threads may share it: each call has its own reader.
+    """
 
     def __init__(
         self,
@@ -259,10 +266,14 @@ class ProjectionSource:
         dtype: str,
         scan: FiniteScan,
         advance: Advance,
+        updates: Mapping[str, tuple[Update, ...]] = NO_CHANGES,
     ) -> None:
-        """`names`: Diffusers name -> name in this checkpoint. `dtype`: `"BF16"` or `"F32"`, type handed out."""
+        """`names`: Diffusers name -> name in this checkpoint. `dtype`: `"BF16"` or `"F32"`, type handed out.
+
+        `updates`: changes by name in this checkpoint; summed in float64, rounded once to the type handed out.
+        """
         self._sources, self._names, self._advance = sources, names, advance
-        self.dtype, self.scan = dtype, scan
+        self.dtype, self.scan, self._updates = dtype, scan, updates
         self._is_cancelled = False
 
     def cancel(self) -> None:
@@ -284,7 +295,10 @@ class ProjectionSource:
                 yield weight, bias[i * step : (i + 1) * step]
 
     def sha256(self, num_layers: int) -> str:
-        """Digest of all tensors' published bytes, weight before bias."""
+        """Digest of all tensors in the order time embedder, blocks, output norm, weight before bias.
+
+        Of each its published bytes and, sorted, the digests of its changes: merging again would be the longest chain.
+        """
         linears = [
             *(f"transformer_blocks.{i}.adaln_proj.linear" for i in range(num_layers)),
             "norm_out.linear",
@@ -299,6 +313,8 @@ class ProjectionSource:
                     self._advance(0)  # may stop
                     if self._is_cancelled:
                         return ""
+                changes = (update_digest(update, reader) for update in self._updates.get(name, ()))
+                digest.update(b"".join(sorted(changes)))
         return digest.hexdigest()
 
     def _load(self, reader: SourceReader, name: str, start: int, stop: int | None, dtype: str) -> Tensor:
@@ -310,15 +326,23 @@ class ProjectionSource:
         shape = (stop - start, *source.shape[1:])
         out = torch.empty(shape, dtype=torch.bfloat16 if dtype == "BF16" else torch.float32)
         target, position = memoryview(out.view(torch.uint8).numpy().reshape(-1).data), 0
-        for piece in reader.pieces(Rows("transformer", source_name, start, stop)):
-            words = as_words(piece, source.dtype)
-            self.scan.check(f"transformer/{source_name}", source.dtype, words)
-            data = piece if source.dtype == dtype else widen(words)
+        for data in self._pieces(reader, Rows("transformer", source_name, start, stop), source, dtype):
             target[position : position + len(data)] = data
             position += len(data)
-            self._advance(len(piece))
+            self._advance(len(data) * DTYPE_BYTES[source.dtype] // DTYPE_BYTES[dtype])
         self.scan.raise_if_bad()
         return out
+
+    def _pieces(
+        self, reader: SourceReader, rows: Rows, source: SourceTensor, dtype: str
+    ) -> Iterator[memoryview]:
+        if changes := self._updates.get(rows.tensor, ()):
+            yield from merged_pieces(rows, source, changes, dtype, reader, self.scan)
+            return
+        for piece in reader.pieces(rows):
+            words = as_words(piece, source.dtype)
+            self.scan.check(f"transformer/{rows.tensor}", source.dtype, words)
+            yield piece if source.dtype == dtype else widen(words)
 
 
 class _CanonicalTables:
