@@ -37,6 +37,7 @@ class Hooks:
         cancelled: set from another thread to stop at the next border.
         on_phase: called with `conditioning`, `denoising`, `decoding`.
         on_step: called with (evaluations done, evaluations in all).
+        on_frames: called with (frames in host memory, frames in all) after every decoded unit.
         on_first_step: called once, when the first evaluation is done and the machine has time for other things.
         synchronize: waits for the device, so that a mark means what it says.
     """
@@ -45,6 +46,7 @@ class Hooks:
     cancelled: threading.Event
     on_phase: Callable[[str], None] = _ignore
     on_step: Callable[[int, int], None] = _ignore
+    on_frames: Callable[[int, int], None] = _ignore
     on_first_step: Callable[[], None] = _ignore
     synchronize: Callable[[], None] = _ignore
 
@@ -122,6 +124,12 @@ def decode_and_write(
 
     media = job.media
     decoders = job.decoders()
+
+    def note(frames: int) -> None:
+        if hooks.timeline.seconds("first_frame_out") is None:
+            hooks.timeline.mark("first_frame_out")
+        hooks.on_frames(frames, media.num_frames)
+
     writer = Mp4Writer(
         output,
         width=media.width,
@@ -129,7 +137,7 @@ def decode_and_write(
         fps=media.fps,
         frames=media.num_frames,
         encoders=encoders,
-        on_first_picture=lambda: hooks.timeline.mark("first_frame_out"),
+        on_pictures=note,
         **encoder,
     )
     with writer:

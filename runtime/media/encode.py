@@ -3,8 +3,8 @@
 H.264 4:2:0 at exactly `fps` frames a second, BT.709 limited range (converted and tagged alike, in the bitstream and the
 container), AAC stereo encoded once over the whole clip. Every unit is encoded by itself in the pool's encoder
 processes; a thread of the writer muxes finished units in order, so when the last unit is decoded only that unit is
-left to encode. The file appears under its name only after it was closed, reopened and checked. PyAV and numpy are
-imported on use.
+left to encode. The file gets its name only after it was closed, reopened and checked. PyAV and numpy are imported on
+use.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Mp4Writer:
         frames: int,
         encoders: EncoderPool | None = None,
         receiver: Receiver | None = None,
-        on_first_picture: Callable[[], None] | None = None,
+        on_pictures: Callable[[int], None] | None = None,
         audio_bit_rate: int = 192_000,
         **picture: Any,
     ) -> None:
@@ -93,7 +93,7 @@ class Mp4Writer:
             frames: the clip's length; another count is refused at the end.
             encoders: pool of the worker; None: one of this writer's own that encodes in this process.
             receiver: gets the clip as a fragmented MP4 while it is made, beside the file.
-            on_first_picture: called once, when the first unit's pictures are in host memory.
+            on_pictures: called whenever a unit's pictures are in host memory, with the number of frames so far.
             audio_bit_rate: of the AAC stream, bits per second.
             picture: further fields of `PictureOptions`: codec, preset, crf, tune, threads.
 
@@ -104,7 +104,7 @@ class Mp4Writer:
         self.options = PictureOptions(width=width, height=height, fps=fps, **picture)
         self.path, self.expected_frames, self.audio_bit_rate = Path(path), frames, audio_bit_rate
         self.frames = 0
-        self._on_first_picture = on_first_picture
+        self._on_pictures = on_pictures
         self._receiver = receiver
         self._units: list[int] = []
         self._blank = BlankCheck(self.options)
@@ -195,7 +195,7 @@ class Mp4Writer:
             self.abort()
 
     def abort(self) -> None:
-        """Stop and remove the partial file; harmless after `finish` and when called twice."""
+        """Stop and remove what was written; harmless after `finish` and when called twice."""
         if self._done:
             return
         self._done = True
@@ -262,9 +262,8 @@ class Mp4Writer:
         self._muxed.append(self._thread.submit(self._mux, encoded, self.frames, copying.num_frames))
         self._units.append(copying.num_frames)
         self.frames += copying.num_frames
-        if self._on_first_picture is not None:
-            self._on_first_picture()
-            self._on_first_picture = None
+        if self._on_pictures is not None:
+            self._on_pictures(self.frames)
 
     def _mux(self, encoded: Future[bytes], first: int, count: int) -> None:
         """Runs on the writer's thread, units in order."""
@@ -295,9 +294,9 @@ class Mp4Writer:
             except CancelledError as error:
                 raise InternalError("the encoder was stopped", where="video encoder") from error
         sound = self._sound.result()
-        partial = self._file.close()
-        self._recheck(partial, sound)
-        size = partial.stat().st_size
+        written = self._file.close()
+        self._recheck(written, sound)
+        size = written.stat().st_size
         self._file.commit()
         pcm = sound.pcm
         return Mp4Result(
@@ -323,7 +322,7 @@ class Mp4Writer:
                 hint="not-a-number latents decode to this",
             )
 
-    def _recheck(self, partial: Path, sound: _Sound) -> None:
+    def _recheck(self, written: Path, sound: _Sound) -> None:
         expectation = Mp4Expectation(
             width=self.options.width,
             height=self.options.height,
@@ -332,7 +331,7 @@ class Mp4Writer:
             sample_rate=sound.sample_rate,
             audio_samples=sound.samples,
         )
-        report = check_mp4(partial, expectation, decode=False)
+        report = check_mp4(written, expectation, decode=False)
         if report.problems:
             raise InternalError(
                 "the written file fails its check", where=self.path.name, found="; ".join(report.problems)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from loader.errors import InternalError, RequestError
 from runtime.media.unit_encoder import AAC_FRAME
+from runtime.media.unnamed_file import UnnamedFile
 
 if TYPE_CHECKING:
     from av.container import InputContainer, OutputContainer
@@ -134,16 +134,15 @@ class Tracks:
 
 
 class Mp4File:
-    """The container of one clip, beside its name until `commit`; an unwritable target is known before any work."""
+    """The container of one clip, without its name until `commit`; an unwritable target is known before any work."""
 
     def __init__(self, path: Path) -> None:
         """Raises: RequestError: nothing can be written beside `path`."""
         self.path = path
-        self.partial = path.parent / f".{secrets.token_hex(8)}.part"
         self._tracks: Tracks | None = None
         self._is_broken = False
         try:
-            self.partial.touch(exist_ok=False)
+            self._file = UnnamedFile(path)
         except OSError as error:
             raise RequestError(
                 "the video cannot be written there",
@@ -159,7 +158,7 @@ class Mp4File:
         room = _INDEX_BYTES + _INDEX_BYTES_PER_PACKET * (frames + len(sound.pieces))
         options = {"moov_size": str(room), "movie_timescale": str(MOVIE_TIMESCALE)}
         with self._writing():
-            container = av.open(str(self.partial), "w", format="mp4", options=options)
+            container = av.open(str(self._file.path), "w", format="mp4", options=options)
             self._tracks = Tracks(container, unit, sound)
 
     def write(self, pictures: Iterable[Piece], sound: Iterable[Piece]) -> None:
@@ -169,16 +168,18 @@ class Mp4File:
             self._tracks.write(pictures, sound)
 
     def close(self) -> Path:
-        """Finish the file under its partial name, which is returned. Raises: InternalError."""
+        """Finish the file; the path to read it by until `commit`. Raises: InternalError."""
         assert self._tracks is not None
         tracks, self._tracks = self._tracks, None
         with self._writing():
             tracks.container.close()
-        return self.partial
+        return self._file.path
 
     def commit(self) -> None:
-        """Give the closed file its name, replacing what has it."""
-        self.partial.replace(self.path)
+        """Give the closed file its name, replacing what has it. Raises: InternalError: the name is taken by a folder
+        now, or the disk refused."""
+        with self._writing():
+            self._file.commit()
 
     def discard(self) -> None:
         """Close and remove what was written; harmless after `commit`."""
@@ -188,8 +189,7 @@ class Mp4File:
             tracks, self._tracks = self._tracks, None
             with contextlib.suppress(OSError, av.FFmpegError):
                 tracks.container.close()
-        with contextlib.suppress(OSError):
-            self.partial.unlink(missing_ok=True)
+        self._file.discard()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
