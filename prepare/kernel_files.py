@@ -27,7 +27,7 @@ def write_kernels(staging: Staging, sizes: ModelSizes, architectures: Sequence[s
     if not architectures or are_compiled(staging):
         return
     entries = compile_kernels(staging.folder, sizes, architectures, jobs=jobs)
-    records = {path: _flush(staging.folder / path).to_json() for path in _paths(entries)}
+    records = {path: digests.to_json() for path, digests in flushed_files(staging.folder, entries)}
     staging.finish({**records, _LEDGER_NAME: {"kernels": entries}})
 
 
@@ -41,6 +41,11 @@ def kernel_files(staging: Staging) -> list[tuple[str, FileDigests]]:
     """(path in the directory, digests) of every file under `kernels/`, sorted by path."""
     paths = _paths(kernel_entries(staging))
     return [(path, FileDigests.from_json(staging.finished(path))) for path in paths]
+
+
+def flushed_files(directory: Path, entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, FileDigests]]:
+    """(path in the directory, digests) of every file that `compile_kernels` wrote, sorted; all on disk afterwards."""
+    return [(path, _flush(directory / path)) for path in _paths(entries)]
 
 
 def _paths(entries: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -26,6 +26,7 @@ from prepare.families.minimax_h3.source import MiniMaxH3Source
 from prepare.families.minimax_h3.tables import plan_table
 from prepare.family import PrepareOptions
 from prepare.file_plan import PlacedTensor, PlannedFile, plan_weight_files
+from prepare.kernel_files import flushed_files
 from prepare.shards import check_sizes, shard_groups, shard_orders
 from prepare.tokenizer import build_tokenizer
 from prepare.writer import WrittenFiles, build_manifest
@@ -35,6 +36,8 @@ from runtime.schedules import named_schedule
 from scripts.bench.random_files import Piece, Pools, random_pools, tensor_pieces, write_at
 from scripts.tiny_presets import preset
 from scripts.tiny_tokenizer import write_tokenizer
+
+_SMALL_POOL_BYTES = 8 << 20
 
 
 def write_full_size(
@@ -52,7 +55,8 @@ def write_full_size(
         *plan_weight_files(source.recipe.groups, source.family),
         *(table.file for table in source.tables),
     ]
-    pools = random_pools()
+    total = sum(plan.num_bytes for plan in plans)
+    pools = random_pools() if total > 1 << 30 else random_pools(_SMALL_POOL_BYTES)
     for plan in plans:
         (directory / plan.path).parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -64,11 +68,12 @@ def write_full_size(
     (directory / "tokenizer").mkdir()
     (directory / "tokenizer" / "tokenizer.json").write_bytes(source.tokenizer)
     tokenizer = FileDigests(len(source.tokenizer), hashlib.sha256(source.tokenizer).hexdigest(), (), {})
-    manifest = build_manifest(
-        source, PrepareOptions(ranks=tuple(ranks)), {}, WrittenFiles(files, tokenizer, "0" * 64)
+    kernels = compile_kernels(directory, source.kernel_sizes, architectures, jobs=4)
+    written_files = WrittenFiles(
+        files, tokenizer, "0" * 64, kernels=kernels, kernel_files=flushed_files(directory, kernels)
     )
-    manifest["kernels"] = compile_kernels(directory, source.kernel_sizes, architectures, jobs=4)
-    data = encode_manifest(manifest)
+    options = PrepareOptions(ranks=tuple(ranks), kernels=tuple(architectures))
+    data = encode_manifest(build_manifest(source, options, {}, written_files))
     (directory / MANIFEST_NAME).write_bytes(data)
     return hashlib.sha256(data).hexdigest()
 
