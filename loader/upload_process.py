@@ -24,7 +24,6 @@ from loader.errors import CapabilityError, InternalError, WorkerError
 TYPE_CHECKING = False  # the typing module costs as much as everything else here
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
 
     from loader.driver import Driver
     from loader.ring import Ring
@@ -150,18 +149,17 @@ class Upload:
         driver: Driver,
         ordinal: int,
         work: talk.UploadWork,
-        fds: tuple[int, int, int],
-        make_ring: Callable[[Driver, mmap.mmap], Ring],
+        fds: tuple[int, int],
+        ring: Ring,
         post: Post,
     ) -> None:
         self._driver = driver
         self._work = work
-        ring_fd, self._full, self._free = fds
-        self._make_ring = make_ring
+        self._full, self._free = fds
         self._post = post
         self._arenas: list[tuple[int, int]] = []
         self._stream: int | None = None
-        self._ring: Ring | None = None
+        self._ring: Ring | None = ring
         self._spare_events: list[int] = []
         self._in_flight: deque[tuple[int, list[int], list[bytes], bool]] = deque()
         self._loaded: list[bytes] = []
@@ -173,12 +171,12 @@ class Upload:
         self.pinned = ("", 0, 0)  # of a mark, once the ring was given back
         self.is_done = False
         try:
-            self._open(ordinal, ring_fd)
+            self._open(ordinal)
         except WorkerError as error:
             self.close(is_failed=True)
             raise Refused(error) from error
 
-    def _open(self, ordinal: int, ring_fd: int) -> None:
+    def _open(self, ordinal: int) -> None:
         work, driver = self._work, self._driver
         start = time.monotonic_ns()
         free, total = driver.memory_info()
@@ -204,9 +202,6 @@ class Upload:
         self._post.send(talk.ARENAS, sizes, fds)
         self._post.mark("uploader: device arenas", start, sum(work.arenas))
         self._stream = driver.stream_create()
-        memory = mmap.mmap(ring_fd, work.slots * work.slot_bytes)
-        os.close(ring_fd)
-        self._ring = self._make_ring(driver, memory)
 
     def run(self, sock: socket.socket) -> None:
         """Until every chunk is on the device. Raises: Stop; Refused: no copy was made and none can be; EOFError: no reader."""
@@ -246,7 +241,7 @@ class Upload:
             self._post.send(talk.NEWS, b"".join(news[start : start + talk.RECORDS_PER_PACKET]))
 
     def _upload(self, records: list[bytes]) -> None:
-        assert self._ring is not None, "open() has made a ring"
+        assert self._ring is not None, "not closed yet"
         assert self._stream is not None, "open() has made a stream"
         driver, stream, arenas = self._driver, self._stream, self._arenas
         fields = [wire.RECORD.unpack(record)[1:3] for record in records]
@@ -268,7 +263,7 @@ class Upload:
     def _pin(self, slots: list[int]) -> list[int]:
         """Pin filled slots; the ones that may be filled again. Raises: Refused: nothing can be pinned."""
         ring = self._ring
-        assert ring is not None, "open() has made a ring"
+        assert ring is not None, "not closed yet"
         was_refused, start = ring.refusal, time.monotonic_ns()
         reusable = [slot for slot in slots if ring.pin(slot)]
         self._pin_ns += time.monotonic_ns() - start
@@ -362,23 +357,30 @@ def _wait_for(opening: Opening, sock: socket.socket) -> Driver:
 
 def _serve(sock: socket.socket, post: Post, opening: Opening, ordinal: int) -> None:
     from loader.budget import RingChoice
+    from loader.prefault import Prefault
     from loader.ring import Ring
 
-    work, fds = _receive_work(sock)
+    work, (ring_fd, full, free) = _receive_work(sock)
+    memory = mmap.mmap(ring_fd, work.slots * work.slot_bytes)
+    os.close(ring_fd)
+    prefault = Prefault(memory, work.slot_bytes)
     driver = _wait_for(opening, sock)
     post.send(talk.MARK, talk.encode_mark("uploader: cuda context", opening.start_ns, opening.end_ns))
     post.send(talk.CONTEXT)
-    choice = RingChoice(work.slots, work.slot_bytes, "")
-    upload = Upload(
-        driver, ordinal, work, fds, lambda driver, memory: Ring(driver, memory, choice, "register"), post
-    )
+    ring = Ring(driver, memory, RingChoice(work.slots, work.slot_bytes, ""), "register")
+    del memory  # it goes with the ring
+    upload = Upload(driver, ordinal, work, (full, free), ring, post)
     try:
         upload.run(sock)
     except BaseException:
         upload.close(is_failed=True)
         raise
     upload.close()
-    post.mark(*upload.pinned)
+    prefault.stop()
+    name, start_ns, pinned = upload.pinned
+    post.mark(
+        f"{name}, mapped {prefault.mapped_bytes} bytes ahead in {prefault.seconds:.3f} s", start_ns, pinned
+    )
     post.send(talk.DONE)
     post.wait_empty()
     sock.recv(1)  # the end: what was not imported must not go before
