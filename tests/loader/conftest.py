@@ -32,8 +32,18 @@ def _children() -> list[str]:
     return (Path("/proc/self/task") / str(threading.get_native_id()) / "children").read_text().split()
 
 
+@pytest.fixture(scope="session")
+def cuda_is_open() -> None:
+    """The driver opens descriptors at the first use of a process and keeps them."""
+    import torch
+
+    torch.zeros(1, device="cuda").cpu()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("gpu"):
+        request.getfixturevalue("cuda_is_open")
     before, children = _descriptors(), _children()
     yield
     assert _children() == children

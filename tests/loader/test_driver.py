@@ -81,13 +81,14 @@ def test_memory_of_an_uploader_process_outlives_it(
     assert stream.path == "U"
     assert not any("refused" in name or name.startswith("warning") for name in names), names
     assert raw_bytes(rows.cpu()) == prepared.content["embed/table.weight"][336:384]
-    free_before, _ = torch.cuda.mem_get_info()
     bits = weight.view(torch.int32)  # the bytes are random: some are NaNs
     assert torch.equal((bits + 1).cpu(), bits.cpu() + 1)
     assert raw_bytes(weight.cpu()) == prepared.content["dit/proj.weight"]
+    torch.cuda.synchronize()
+    free_before, _ = torch.cuda.mem_get_info()  # after the first kernels, whose code takes memory itself
     del weight, bits
     torch.cuda.synchronize()
-    assert torch.cuda.mem_get_info()[0] >= free_before
+    assert torch.cuda.mem_get_info()[0] > free_before
 
 
 @pytest.mark.gpu
