@@ -18,7 +18,7 @@ DEFAULTS = {
     "BUNDLE": "minimax-h3",  # name under /weights/prepared
     "REPOSITORY": "MiniMaxAI/MiniMax-H3",
     "REVISION": "main",
-    "GPU": "H200",  # exact type: kernels and plans are prepared for one architecture
+    "GPU": "H200",  # exact type: kernels belong to one architecture; "H200:2" puts two on every request
     "REGIONS": "us-east",
     "MAX_CONTAINERS": "4",
     "MIN_CONTAINERS": "0",
@@ -35,6 +35,13 @@ DEFAULTS = {
     "WORKER_COMMAND": "",  # another worker program, for tests
 }
 SETTING = {name: os.environ.get(PREFIX + name, default) for name, default in DEFAULTS.items()}
+GPU, _, RANKS = SETTING["GPU"].partition(":")
+RANKS = RANKS or "1"
+ARCHITECTURES = {"H100": "sm_90a", "H200": "sm_90a", "B200": "sm_100a"}  # what kernels/aot compiles for
+if RANKS != "1" and not SETTING["WORKER_COMMAND"]:
+    SETTING["WORKER_COMMAND"] = (
+        f"python -m runtime.server.ranks {RANKS} python -m runtime.parallel.launch worker"
+    )
 REGIONS = [region for region in SETTING["REGIONS"].split(",") if region]
 PACKAGES = ("prepare", "runtime", "loader", "kernels", "manifests")
 WEIGHTS, OUTPUTS = SETTING["WEIGHTS_ROOT"], SETTING["OUTPUTS_ROOT"]
@@ -107,7 +114,7 @@ prepared = weights.with_mount_options(read_only=True, sub_path="/prepared")
     enable_memory_snapshot=SETTING["SNAPSHOT"] == "1",
 )
 class Worker:
-    """One GPU. Plain methods: a call waits in the platform's queue, and no poll ever reaches this class."""
+    """One GPU, or several together. Plain methods: a call waits in the platform's queue, and no poll ever reaches this class."""
 
     @modal.enter()
     def boot(self):
@@ -163,7 +170,7 @@ class Gateway:
 
 @app.function(
     image=prepare_image,
-    gpu=SETTING["GPU"],
+    gpu=GPU,
     region=REGIONS,
     volumes={WEIGHTS: weights},
     secrets=[modal.Secret.from_name(SETTING["HF_SECRET"], required_keys=["HF_TOKEN"])],
@@ -172,14 +179,19 @@ class Gateway:
     retries=2,
 )
 def prepare(revision: str = SETTING["REVISION"], force: bool = False) -> str:
-    """Download a checkpoint, repack it, publish it under its bundle name. Safe to repeat; resumes.
+    """Download a checkpoint, repack it with the kernels of the GPU, publish it under its bundle name. Safe to repeat; resumes.
 
     Returns the SHA-256 of the manifest.
     """
     from runtime.platforms.bundles import prepare_bundle
 
     root = pathlib.Path(WEIGHTS)
-    digest = prepare_bundle(SETTING["REPOSITORY"], revision, root, SETTING["BUNDLE"], force=force)
+    options = ["--ranks", RANKS] if RANKS != "1" else []
+    if architecture := ARCHITECTURES.get(GPU.rstrip("!+")):
+        options += ["--kernels", architecture]
+    digest = prepare_bundle(
+        SETTING["REPOSITORY"], revision, root, SETTING["BUNDLE"], force=force, options=options
+    )
     weights.commit()
     print(f"manifest SHA-256: {digest}\nnext: modal run app.py::warm_region, then modal deploy app.py")  # noqa: T201 (remote output)
     return digest

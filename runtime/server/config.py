@@ -7,7 +7,9 @@ variables do not.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
+import math
 import shlex
 import sys
 from collections.abc import Mapping
@@ -20,6 +22,11 @@ MIB = 1 << 20
 GIB = 1 << 30
 PREFIX = "COLDFRAME_SERVE_"
 WORKER_COMMAND = (sys.executable, "-m", "runtime.worker")
+RANK_COMMAND = (sys.executable, "-m", "runtime.parallel.launch", "worker")
+RANKS_COMMAND = (sys.executable, "-m", "runtime.server.ranks")
+MAY_BE_ZERO = frozenset(
+    {"port", "requests_per_minute", "result_ttl_s", "restart_backoff_s", "drain_timeout_s", "poll_after_ms"}
+)
 INTERRUPTED_POLICIES = ("fail", "rerun")
 LOG_MODES = ("auto", "json", "text")
 
@@ -32,6 +39,7 @@ class ServerConfig:
         bundle: prepared directory that the worker serves.
         state: directory of the job database, inputs and results; one service at a time.
         api_key_hashes: SHA-256 (hex) of the accepted bearer keys; empty only with `allow_unauthenticated`.
+        ranks: GPUs of this host that one worker uses together for each request.
         interrupted: what happens to a job that was running when the worker or the service died: `fail` reports it
             failed with the reason, `rerun` queues it again (`max_attempts` times at most).
         max_queued, max_active_per_key: jobs waiting in total; jobs waiting or running of one key.
@@ -53,6 +61,7 @@ class ServerConfig:
     allow_unauthenticated: bool = False
     worker_command: tuple[str, ...] = WORKER_COMMAND
     worker_args: tuple[str, ...] = ()
+    ranks: int = 1
     interrupted: str = "fail"
     max_attempts: int = 2
     max_queued: int = 32
@@ -80,19 +89,20 @@ class ServerConfig:
         )
         _require(self.log in LOG_MODES, "log", self.log, LOG_MODES)
         _require(0 <= self.port <= 65535, "port", self.port, "0 to 65535")
-        for name in (
-            "max_queued",
-            "max_active_per_key",
-            "max_attempts",
-            "max_body_bytes",
-            "max_picture_bytes",
-        ):
-            _require(getattr(self, name) > 0, name, getattr(self, name), "a number above 0")
+        _require(bool(self.worker_command), "worker_command", "nothing", "a program")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type in ("int", "float"):
+                smallest = 0 if field.name in MAY_BE_ZERO else 1 if field.type == "int" else 1e-3
+                is_fit = math.isfinite(value) and smallest <= value < 2**63
+                _require(is_fit, field.name, value, f"a number from {smallest} on")
         for digest in self.api_key_hashes:
             is_sha256 = len(digest) == 64 and all(c in "0123456789abcdef" for c in digest)
-            _require(
-                is_sha256, "api_keys_sha256", f"{len(digest)} characters", "64 lower-case hex digits per key"
-            )
+            if not is_sha256:  # never shown: it may be the key itself
+                raise RequestError(
+                    "is not a SHA-256", where="COLDFRAME_API_KEYS_SHA256", found=f"{len(digest)} characters",
+                    expected="64 lower-case hex digits per key",
+                )  # fmt: skip
         if not self.api_key_hashes and not self.allow_unauthenticated:
             raise RequestError(
                 "the service refuses to start without API keys",
@@ -118,7 +128,8 @@ class ServerConfig:
         for variable, text in environ.items():
             if variable.startswith(PREFIX):
                 name = variable.removeprefix(PREFIX).lower()
-                _require(name in kinds, variable, "an unknown setting", ", ".join(sorted(kinds)))
+                if name not in kinds:
+                    raise _unknown(variable, [PREFIX + known.upper() for known in kinds])
                 values[name] = _parse(variable, kinds[name], text)
         values["api_key_hashes"] = _key_hashes(environ)
         values.update({name: value for name, value in overrides.items() if value is not None})
@@ -128,6 +139,14 @@ class ServerConfig:
             )
         values.setdefault("state", Path("coldframe-state"))
         return cls(**values)  # type: ignore[arg-type]
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Program and arguments of one worker, without the bundle; with several ranks the launcher comes first."""
+        if self.ranks == 1:
+            return self.worker_command
+        program = RANK_COMMAND if self.worker_command == WORKER_COMMAND else self.worker_command
+        return (*RANKS_COMMAND, str(self.ranks), *program)
 
 
 def _key_hashes(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -160,6 +179,14 @@ def _parse(variable: str, kind: str, text: str) -> object:
     return text
 
 
-def _require(holds: bool, where: str, found: object, expected: object) -> None:
+def _unknown(variable: str, known: list[str]) -> RequestError:
+    close = difflib.get_close_matches(variable, known, 2, 0.85)
+    hint = f"did you mean {' or '.join(close)}?" if close else "docs/deploy.md lists the settings"
+    return RequestError("is no setting of the service", where=variable, hint=hint)
+
+
+def _require(holds: bool, name: str, found: object, expected: object) -> None:
+    """`name`: a field, or the variable that it came from."""
     if not holds:
+        where = name if name.startswith(PREFIX) else f"{name} ({PREFIX}{name.upper()})"
         raise RequestError("is not allowed", where=where, found=found, expected=expected)

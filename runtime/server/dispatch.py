@@ -14,8 +14,9 @@ from typing import Any
 
 from loader.errors import ArtifactError
 from runtime.server.config import ServerConfig
-from runtime.server.errors import job_error, worker_job_error
+from runtime.server.errors import is_lost_rank, job_error, worker_job_error
 from runtime.server.jobs import QUEUED, RUNNING, Job, JobStore
+from runtime.server.live import LiveVideos
 from runtime.server.metrics import Metrics
 from runtime.server.mp4 import check_container, file_digest
 from runtime.server.progress import Progress
@@ -31,11 +32,14 @@ log = logging.getLogger(__name__)
 class Dispatcher:
     """Runs jobs of a store on a supervised worker. All methods run on the event loop."""
 
-    def __init__(self, config: ServerConfig, store: JobStore, metrics: Metrics, starts: Starts) -> None:
+    def __init__(
+        self, config: ServerConfig, store: JobStore, metrics: Metrics, starts: Starts, live: LiveVideos
+    ) -> None:
         self._config = config
         self._store = store
         self._metrics = metrics
         self._starts = starts
+        self._live = live
         self._supervisor = Supervisor(config, self._on_event, self._on_exit)
         self._current: str | None = None  # job that the worker holds, also after its record was deleted
         self._since = self._heard = 0.0  # monotonic
@@ -91,8 +95,8 @@ class Dispatcher:
             log.exception("inputs of a job are gone", extra={"job_id": job.id})
             self._fail(job.id, *("inputs_lost", "the pictures of this job were lost", 500))
             return self._free()
-        output = str(self._store.video_path(job.id))
-        await self._supervisor.send({"op": "generate", "job": job.id, "request": request, "output": output})
+        files = {"output": str(self._store.video_path(job.id)), "fragments": str(self._live.begin(job))}
+        await self._supervisor.send({"op": "generate", "job": job.id, "request": request, **files})
 
     def _data_uri(self, job: Job, name: str) -> str:
         kind = Path(job.pictures[name]).suffix.lstrip(".")
@@ -167,8 +171,10 @@ class Dispatcher:
 
     def _on_job_event(self, kind: str, job_id: str, event: dict[str, Any]) -> None:
         match kind:
-            case "accepted" | "phase" | "step":
+            case "accepted" | "phase" | "step" | "frames":
                 self._progress.apply(job_id, event)
+            case "fragment":
+                self._live.note(job_id, int(event["bytes"]))
             case "done":
                 job = self._store.get(job_id)
                 timings = self._progress.timings(job) if job is not None else {}
@@ -185,6 +191,8 @@ class Dispatcher:
             case "error":
                 error = dict(event.get("error") or {})
                 log.error("job failed in the worker", extra={"job_id": job_id, "worker_error": error})
+                if is_lost_rank(error):
+                    return  # all ranks end now, whatever the job was: the worker's exit settles it
                 self._finish(job_id, worker_job_error(error))
                 self._free()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from loader.errors import ArtifactError, CapabilityError, RequestError, WorkerError
+from loader.errors import ArtifactError, CapabilityError, InternalError, RequestError, WorkerError
 
 TYPES = {
     401: "authentication_error",
@@ -17,6 +17,7 @@ DEFAULT_CODES = {
     404: "not_found",
     405: "method_not_allowed",
     408: "request_timeout",
+    409: "conflict",
     413: "too_large",
     415: "unsupported_media_type",
     422: "unprocessable",
@@ -101,6 +102,11 @@ def worker_job_error(error: Mapping[str, object]) -> dict[str, object]:
     return job_error(
         kind, texts.get(kind, "generation failed; see the worker's log under the job id"), None, status
     )
+
+
+def is_lost_rank(error: Mapping[str, object]) -> bool:
+    """Whether a worker of several ranks gave up because one of them did (docs/parallel.md)."""
+    return error.get("kind") == InternalError.kind and error.get("where") == "ranks"
 
 
 def clean(text: str) -> str:

@@ -118,13 +118,48 @@ def storage_full() -> ApiError:
     )
 
 
+def _take_directory(state: Path) -> int:
+    """Make the directory and lock it; returns the lock's descriptor. Raises: CapabilityError."""
+    try:
+        (state / "jobs").mkdir(parents=True, exist_ok=True)
+        lock = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as cause:
+        raise CapabilityError(
+            "cannot write the state directory", where=str(state), found=cause.strerror,
+            hint="choose another --state",
+        ) from cause  # fmt: skip
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as cause:
+        os.close(lock)
+        raise CapabilityError(
+            "another service uses this state directory", where=str(state),
+            hint="give each replica a --state of its own",
+        ) from cause  # fmt: skip
+    return lock
+
+
+def _open_database(path: Path) -> sqlite3.Connection:
+    """Raises: sqlite3.Error: no space, or not a database."""
+    database = sqlite3.connect(path, isolation_level=None)
+    try:
+        database.execute("PRAGMA journal_mode=WAL")
+        # Survives a killed process; a power cut may lose the last jobs.
+        database.execute("PRAGMA synchronous=NORMAL")
+        database.executescript(_SCHEMA)
+    except sqlite3.Error:
+        database.close()
+        raise
+    return database
+
+
 class JobStore:
     """Owner of the state directory. Not thread-safe; every method is short and called from the event loop.
 
     Args:
         state: directory, created where absent.
         clock: Unix seconds.
-    Raises: CapabilityError: another service holds the directory, or it cannot be written.
+    Raises: CapabilityError: another service holds the directory, it cannot be written, or its database is damaged.
     """
 
     def __init__(self, state: Path, clock: Callable[[], float] = time.time) -> None:
@@ -134,26 +169,17 @@ class JobStore:
         self.on_delete: list[Callable[[str], None]] = []
         self._active: dict[str, Job] = {}
         self._unsaved: dict[str, Job] = {}
+        self._lock = _take_directory(state)
         try:
-            (state / "jobs").mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(state / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as cause:
-            in_use = isinstance(cause, BlockingIOError)
-            message = (
-                "another service uses this state directory" if in_use else "cannot write the state directory"
-            )
+            self._db = _open_database(state / "jobs.sqlite3")
+            for job in self._select("WHERE status IN (?, ?) ORDER BY seq", *ACTIVE):
+                self._active[job.id] = job
+        except sqlite3.Error as cause:
+            os.close(self._lock)
             raise CapabilityError(
-                message, where=str(state), hint="give each replica a --state of its own"
-            ) from cause
-        self._db = sqlite3.connect(state / "jobs.sqlite3", isolation_level=None)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute(
-            "PRAGMA synchronous=NORMAL"
-        )  # survives a killed process; a power cut may lose the last jobs
-        self._db.executescript(_SCHEMA)
-        for job in self._select("WHERE status IN (?, ?) ORDER BY seq", *ACTIVE):
-            self._active[job.id] = job
+                "the job database cannot be used", where=str(state / "jobs.sqlite3"), found=str(cause),
+                hint="make space, or move the file away to begin without jobs",
+            ) from cause  # fmt: skip
 
     def close(self) -> None:
         """Write what is unsaved and release the directory. Works twice."""
@@ -204,7 +230,7 @@ class JobStore:
     def idempotent(self, owner: str, idempotency: Idempotency) -> Job | None:
         """The job that this key already made.
 
-        Raises: ApiError: the key was used with another body.
+        Raises: ApiError 409: the key was used with another body.
         """
         row = self._db.execute(
             "SELECT job, body_hash FROM idempotency WHERE owner = ? AND key = ? AND created_at > ?",
@@ -215,11 +241,10 @@ class JobStore:
         job = self.get(row[0], owner)
         if job is not None and row[1] != idempotency.body_hash:
             raise ApiError(
-                "this key was used with another request",
-                status=422,
-                code="idempotency_conflict",
-                where="Idempotency-Key",
-            )
+                "this key was used with another request", status=409, code="idempotency_conflict",
+                where="Idempotency-Key", hint="a new request needs a new key",
+                headers={"x-should-retry": "false"},  # the OpenAI client repeats a 409 otherwise
+            )  # fmt: skip
         return job
 
     # ---- writing

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 import uvicorn
 
-from loader.errors import ArtifactError
+from loader.errors import ArtifactError, CapabilityError
 from runtime.logs import configure
 from runtime.server.app import build_app
 from runtime.server.bundle import OpenBundle, open_prepared_directory
@@ -44,22 +45,29 @@ def config_from_arguments(argv: Sequence[str]) -> ServerConfig:
     """Flags over `COLDFRAME_SERVE_*` variables over defaults; what follows `--` goes to the worker."""
     argv = list(argv)
     split = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(prog="coldframe serve", description=__doc__)
-    parser.add_argument("--bundle", type=Path, help="prepared directory")
-    parser.add_argument("--state", type=Path, help="job database and results (default: ./coldframe-state)")
-    parser.add_argument("--host")
-    parser.add_argument("--port", type=int, help="0 picks a free one and prints it")
-    parser.add_argument("--name", dest="served_name", help="model name for clients")
-    parser.add_argument(
-        "--interrupted", choices=INTERRUPTED_POLICIES, help="jobs that ran when something died"
+    parser = argparse.ArgumentParser(
+        prog="coldframe serve",
+        description="Serve the HTTP API: one replica with its worker, until SIGTERM or SIGINT.",
+        epilog="Every setting is also a variable, COLDFRAME_SERVE_… (docs/deploy.md); a flag wins. Bearer keys come from "
+        "COLDFRAME_API_KEYS or COLDFRAME_API_KEYS_SHA256 only. What follows `--` goes to the worker: `-- --device cpu`.",
     )
+    parser.add_argument("--bundle", type=Path, help="prepared directory (or COLDFRAME_BUNDLE)")
+    parser.add_argument("--state", type=Path, help="job database and results (default: ./coldframe-state)")
+    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1; 0.0.0.0 for all)")
+    parser.add_argument("--port", type=int, help="default: 8000; 0 picks a free one and logs it")
+    parser.add_argument("--name", dest="served_name", help="model name for clients (default: the family's)")
+    parser.add_argument("--ranks", type=int, help="GPUs that work together on each request (default: 1)")
+    parser.add_argument(
+        "--interrupted", choices=INTERRUPTED_POLICIES,
+        help="what becomes of a job that ran when something died (default: fail)",
+    )  # fmt: skip
     parser.add_argument(
         "--allow-unauthenticated", action="store_const", const=True, help="serve without API keys"
     )
     parser.add_argument(
-        "--allow-url-inputs", action="store_const", const=True, help="fetch keyframes from addresses"
+        "--allow-url-inputs", action="store_const", const=True, help="fetch keyframes from http(s) addresses"
     )
-    parser.add_argument("--log", choices=LOG_MODES)
+    parser.add_argument("--log", choices=LOG_MODES, help="default: text on a terminal, JSON lines elsewhere")
     flags = vars(parser.parse_args(argv[:split]))
     worker_args = tuple(argv[split + 1 :]) or None
     return ServerConfig.from_environment(os.environ, worker_args=worker_args, **flags)
@@ -77,24 +85,46 @@ def serve(
 
 
 async def _serve(config: ServerConfig, opener: Callable[[Path], OpenBundle], fetcher: Fetcher | None) -> int:
-    service = Service(config, opener=opener, fetcher=fetcher)
-    options: dict[str, Any] = {
-        "host": config.host,
-        "port": config.port,
-        "http": "h11",
-        "loop": "asyncio",
-        "ws": "none",
-    }
+    listeners = listen(config.host, config.port)  # before a worker is started for nothing
+    try:
+        service = Service(config, opener=opener, fetcher=fetcher)
+    except BaseException:
+        for listener in listeners:
+            listener.close()
+        raise
     server = _Server(
         uvicorn.Config(
-            build_app(service), **options, log_config=None, access_log=False, server_header=False, lifespan="on",
-            timeout_graceful_shutdown=CONNECTION_CLOSE_S, timeout_keep_alive=75, h11_max_incomplete_event_size=64 * 1024,
+            build_app(service), http="h11", loop="asyncio", ws="none", log_config=None, access_log=False,
+            server_header=False, lifespan="on", timeout_graceful_shutdown=CONNECTION_CLOSE_S, timeout_keep_alive=75,
+            h11_max_incomplete_event_size=64 * 1024,
         ),
         service,
     )  # fmt: skip
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    await server.serve()
+    await server.serve(listeners)
     return 0 if server.started else 1
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Sockets bound to every address of a name. Raises: CapabilityError: unknown name, or the port is taken."""
+    bound: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            bound.append(listener := socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind(address)
+    except OSError as cause:
+        for listener in bound:
+            listener.close()
+        raise CapabilityError(
+            "cannot listen here", where=f"{host}:{port}", found=cause.strerror,
+            hint="choose another --host or --port (0 picks a free one)",
+        ) from cause  # fmt: skip
+    return bound
 
 
 class _Server(uvicorn.Server):
@@ -111,11 +141,11 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if not self.started:
             return
-        port = self.servers[0].sockets[0].getsockname()[1]
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
         began_ns = process_start_ns()
         ready_s = (time.monotonic_ns() - began_ns) / 1e9 if began_ns is not None else 0.0
         self._service.metrics.set("h3_server_ready_seconds", ready_s)
-        log.info("listening", extra={"host": self.config.host, "port": port, "ready_s": round(ready_s, 3)})
+        log.info("listening", extra={"host": host, "port": port, "ready_s": round(ready_s, 3)})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is not None and self._draining is None and not self.should_exit:

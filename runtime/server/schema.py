@@ -250,7 +250,7 @@ def _operation(
     return operation
 
 
-_CREATE = (400, 404, 408, 413, 415, 422, 429, 503, 507)
+_CREATE = (400, 404, 408, 409, 413, 415, 422, 429, 503, 507)
 _KEY = {
     "name": "Idempotency-Key",
     "in": "header",
@@ -291,7 +291,7 @@ def _paths() -> dict[str, Any]:
             "get": _operation("listVideos", "List jobs of this key", _json(VideoList), errors=(400, 404), parameters=_LIST),
         },
         "/v1/videos/sync": {
-            "post": _operation("createVideoSync", "Create and wait for the file", _binary("video/mp4"), errors=(*_CREATE, 409, 500, 504), parameters=(_KEY,), body=True)
+            "post": _operation("createVideoSync", "Create and wait for the file", _binary("video/mp4"), errors=(*_CREATE, 500, 504), parameters=(_KEY,), body=True)
         },
         "/v1/videos/{video_id}": {
             "get": _operation("getVideo", "Retrieve a job", _json(Video), errors=(404,), parameters=(ID,)),

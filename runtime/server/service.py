@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from loader.errors import WorkerError
+from loader.errors import RequestError, WorkerError
 from runtime.server.admission import Admission
 from runtime.server.body import BodyBudget
 from runtime.server.bundle import Bundle, OpenBundle, open_prepared_directory
@@ -18,6 +18,7 @@ from runtime.server.errors import ApiError
 from runtime.server.feeds import Feeds
 from runtime.server.fetch import Fetcher
 from runtime.server.jobs import COMPLETED, QUEUED, Job, JobStore
+from runtime.server.live import LiveVideos
 from runtime.server.metrics import Metrics
 from runtime.server.starts import Starts
 from runtime.server.supervisor import FAILED, READY, WorkerStatus
@@ -66,13 +67,16 @@ class Service:
         self.metrics = Metrics()
         self.starts = Starts(config.state / "starts")
         self.feeds = Feeds()
+        self.live = LiveVideos(self.store)
         self.admission = Admission(config, self.store)
         self.bundle = Bundle(config.bundle, config.served_name, opener)
         self.fetcher = fetcher or Fetcher(config.allow_url_inputs, config.max_picture_bytes)
         self.body_budget = BodyBudget(config.body_budget_bytes)
         self.admissions = asyncio.Semaphore(CONCURRENT_ADMISSIONS)
         self.engine: Engine = (
-            make_engine(self) if make_engine else Dispatcher(config, self.store, self.metrics, self.starts)
+            make_engine(self)
+            if make_engine
+            else Dispatcher(config, self.store, self.metrics, self.starts, self.live)
         )
         self.store.listeners += [self.feeds.on_job, self._learn]
         self._opening: asyncio.Task[None] | None = None
@@ -94,10 +98,11 @@ class Service:
                 "the server is shutting down", status=503, code="draining", headers={"Retry-After": "10"}
             )
         if self.engine.worker.phase == FAILED:
-            kind = str((self.engine.worker.failure or {}).get("kind") or "worker_failed")
+            kind = str((self.engine.worker.failure or {}).get("kind") or RequestError.kind)
+            code = "worker_misconfigured" if kind == RequestError.kind else kind
             raise ApiError(
-                "the worker cannot run: its prepared directory or its machine is unusable", status=503, code=kind,
-                hint="the reason is in the server's log",
+                "the worker cannot run: its settings, its prepared directory or its machine are unusable", status=503,
+                code=code, hint="the reason is in the server's log",
             )  # fmt: skip
 
     def gauges(self) -> None:

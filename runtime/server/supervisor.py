@@ -1,8 +1,8 @@
 """One worker process: started, read line by line, restarted with growing pauses, told to leave, killed.
 
 The supervisor knows nothing of jobs. It hands every message of the worker to `on_event` and every death to `on_exit`.
-A worker that exits with the code of a damaged prepared directory or a missing capability is not restarted: the next
-one would fail the same way, and a crash loop on a platform only delays its replacement.
+A worker that exits with the code of a wrong setting, a damaged prepared directory or a missing capability is not
+restarted: the next one would fail the same way, and a crash loop on a platform only delays its replacement.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from loader.errors import ArtifactError, CapabilityError, InternalError
+from loader.errors import ArtifactError, CapabilityError, InternalError, RequestError
 from runtime.server.config import ServerConfig, worker_environment
 
 PROTOCOL = 1
 LINE_LIMIT = 4 << 20
-PERMANENT_EXIT_CODES = (ArtifactError.exit_code, CapabilityError.exit_code)
+PERMANENT_EXIT_CODES = (RequestError.exit_code, ArtifactError.exit_code, CapabilityError.exit_code)
 HEALTHY_AFTER_S = 60.0
 
 STARTING, LOADING, READY, RESTARTING, FAILED, STOPPED = (
@@ -138,7 +138,7 @@ class Supervisor:
     async def _run_one(self) -> int:
         config = self._config
         command = (
-            *config.worker_command,
+            *config.command,
             "--bundle",
             str(config.bundle),
             "--timeline",

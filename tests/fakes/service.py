@@ -20,7 +20,7 @@ import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY, OTHER_KEY = "key-one-for-tests", "key-two-for-tests"
-WAIT_S = 20.0
+WAIT_S = 60.0  # a busy machine of two slow cores
 
 
 def until(check: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
@@ -66,7 +66,7 @@ class ServiceProcess:
 
     def command(self, bundle: Path) -> list[str]:
         program = [sys.executable, str(ROOT / "tests/fakes/family.py")]
-        return [*program, "--bundle", str(bundle), "--state", str(self.state), "--port", "0"]
+        return [*program, "--bundle", str(bundle), "--state", str(self.state)]
 
     def _environment(self, extra: dict[str, str]) -> dict[str, str]:
         kept = {
@@ -76,6 +76,7 @@ class ServiceProcess:
             **kept,
             "COLDFRAME_API_KEYS": f"{KEY},{OTHER_KEY}",
             "COLDFRAME_SERVE_WORKER_COMMAND": f"{sys.executable} {ROOT / 'tests/fakes/worker.py'}",
+            "COLDFRAME_SERVE_PORT": "0",
             "COLDFRAME_SERVE_RESTART_BACKOFF_S": "0.05",
             "COLDFRAME_SERVE_REQUESTS_PER_MINUTE": "0",
             "COLDFRAME_SERVE_LOG": "json",

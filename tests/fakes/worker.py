@@ -1,7 +1,8 @@
 """A worker that speaks the worker protocol without torch and copies or makes a small real MP4.
 
 Run it with the command line of the real one: `python tests/fakes/worker.py --bundle DIR`. What it does with a job
-depends on marks in the prompt: `[crash@3]` dies at step 3, `[hang@3]` stops answering there, `[gate@3]` waits there
+depends on marks in the prompt: `[crash@3]` dies at step 3, `[lostrank@3]` reports
+a dead rank there and dies when `$FAKE_GATE` exists, `[hang@3]` stops answering there, `[gate@3]` waits there
 until the file `$FAKE_GATE` exists, `[refuse]` answers with a bad request, `[broken]` with an internal error,
 `[nofile]` and `[garbage]` are done without a proper file, `[deaf]` ignores cancellation, `[noise]` prints a line that is
 not JSON, `[malformed]` sends a step that is not a number. Environment: `FAKE_START_EXIT` (exit code at start), `FAKE_LOADING_GATE` (file that ends the loading),
@@ -217,11 +218,17 @@ class FakeWorker:
             return self.eof.is_set() or (job in self.cancelled and "[deaf]" not in prompt)
 
         time.sleep(float(os.environ.get("FAKE_STEP_S", "0")))
-        for kind, at in re.findall(r"\[(crash|hang|gate)@(\d+)\]", prompt):
+        for kind, at in re.findall(r"\[(crash|hang|gate|lostrank)@(\d+)\]", prompt):
             if int(at) != step:
                 continue
             if kind == "crash":
                 os._exit(134)
+            if kind == "lostrank":
+                message = "ranks: rank 1 of 2 failed: killed"
+                error = {"kind": "internal", "message": message, "where": "ranks", "http_status": 500}
+                emit(event="error", job=job, error=error)
+                wait_for(os.environ["FAKE_GATE"], self.eof.is_set)
+                os._exit(1)
             if kind == "hang":
                 threading.Event().wait()
             wait_for(os.environ["FAKE_GATE"], stopped)
@@ -236,7 +243,7 @@ def main() -> int:
     note(f"start {os.getpid()}")
     code = int(os.environ.get("FAKE_START_EXIT", "0"))
     if code:
-        kinds = {3: "bad_artifact", 4: "unavailable_capability"}
+        kinds = {2: "bad_request", 3: "bad_artifact", 4: "unavailable_capability"}
         error = {
             "kind": kinds.get(code, "internal"),
             "message": "/secret/path: damaged",

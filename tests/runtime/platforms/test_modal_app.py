@@ -106,6 +106,26 @@ def test_the_gpu_class_as_configured(deployed: Path) -> None:
     assert "max_concurrent_inputs" not in worker
 
 
+@pytest.mark.parametrize(
+    ("gpu", "expected"),
+    [
+        ("H200", ["H200", "1", ""]),
+        (
+            "B200:4",
+            ["B200", "4", "python -m runtime.server.ranks 4 python -m runtime.parallel.launch worker"],
+        ),
+    ],
+    ids=str,
+)
+def test_several_gpus_are_ranks_of_one_worker(gpu: str, expected: list[str]) -> None:
+    code = "import app, json; print(json.dumps([app.GPU, app.RANKS, app.SETTING['WORKER_COMMAND']]))"
+    done = subprocess.run(
+        [PYTHON, "-c", code], env=environment(COLDFRAME_MODAL_GPU=gpu), capture_output=True, text=True, cwd=ROOT,
+        check=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout) == expected
+
+
 def test_the_gateway_never_holds_a_gpu(deployed: Path) -> None:
     gateway = function(deployed, "Gateway.*")
     assert gateway["resources"]["gpu_config"] == {}

@@ -42,6 +42,12 @@ def test_no_keys_is_a_refusal_to_start() -> None:
         ("COLDFRAME_SERVE_PORT", "http"),
         ("COLDFRAME_SERVE_PORT", "70000"),
         ("COLDFRAME_SERVE_MAX_QUEUED", "0"),
+        ("COLDFRAME_SERVE_MAX_QUEUED", "99999999999999999999"),
+        ("COLDFRAME_SERVE_BODY_TIMEOUT_S", "nan"),
+        ("COLDFRAME_SERVE_JOB_TIMEOUT_S", "inf"),
+        ("COLDFRAME_SERVE_STALL_TIMEOUT_S", "-1"),
+        ("COLDFRAME_SERVE_RANKS", "0"),
+        ("COLDFRAME_SERVE_WORKER_COMMAND", " "),
         ("COLDFRAME_SERVE_INTERRUPTED", "ignore"),
         ("COLDFRAME_SERVE_ALLOW_URL_INPUTS", "yes"),
         ("COLDFRAME_SERVE_MAX_QUEUE", "3"),
@@ -52,6 +58,17 @@ def test_bad_values_are_named(variable: str, text: str) -> None:
     with pytest.raises(RequestError) as refusal:
         ServerConfig.from_environment({**OPEN, variable: text})
     assert variable.removeprefix("COLDFRAME_").removeprefix("SERVE_").lower() in str(refusal.value).lower()
+
+
+def test_a_misspelt_variable_is_told_the_right_name() -> None:
+    with pytest.raises(RequestError, match="did you mean COLDFRAME_SERVE_MAX_QUEUED"):
+        ServerConfig.from_environment({**OPEN, "COLDFRAME_SERVE_MAX_QUEUE": "3"})
+
+
+def test_a_key_where_a_digest_belongs_is_not_shown() -> None:
+    with pytest.raises(RequestError) as refusal:
+        ServerConfig.from_environment({**OPEN, "COLDFRAME_API_KEYS_SHA256": "my-plain-secret"})
+    assert "my-plain-secret" not in str(refusal.value)
 
 
 def test_the_worker_sees_neither_keys_nor_service_settings() -> None:

@@ -43,7 +43,18 @@ def test_a_crash_can_mean_another_attempt_but_not_for_ever(start: Start) -> None
     assert service.worker_lines().count(f"generate {job['id']}") == 2
 
 
-@pytest.mark.parametrize("code", [3, 4])
+def test_a_lost_rank_is_a_dead_worker_not_a_failed_job(start: Start) -> None:
+    service = start(COLDFRAME_SERVE_INTERRUPTED="rerun")
+    job, waiting = service.create("[lostrank@2]")["id"], service.create()["id"]
+    until(lambda: "job failed in the worker" in service.log(), "the rank is lost")
+    assert [service.get(video)["status"] for video in (job, waiting)] == ["in_progress", "queued"]
+    service.gate.touch()
+    assert service.finished(job)["error"]["code"] == "interrupted"
+    assert service.worker_lines().count(f"generate {job}") == 2
+    assert service.finished(waiting)["status"] == "completed"
+
+
+@pytest.mark.parametrize("code", [2, 3, 4])
 def test_a_worker_that_cannot_run_here_is_not_restarted(start: Start, code: int) -> None:
     service = start(FAKE_START_EXIT=str(code))
     until(lambda: service.client.get("/health").status_code == 503, "the failure shows")
@@ -51,7 +62,9 @@ def test_a_worker_that_cannot_run_here_is_not_restarted(start: Start, code: int)
     assert service.client.get("/ready").status_code == 503
     response = service.client.post("/v1/videos", json={"prompt": "a"})
     assert response.status_code == 503
-    assert response.json()["error"]["code"] == {3: "bad_artifact", 4: "unavailable_capability"}[code]
+    assert response.json()["error"]["code"] == {
+        2: "worker_misconfigured", 3: "bad_artifact", 4: "unavailable_capability",
+    }[code]  # fmt: skip
     assert "/secret/path" not in response.text
     assert ("h3_checksum_failures_total 1" in service.client.get("/metrics").text) == (code == 3)
     assert len([line for line in service.worker_lines() if line.startswith("start")]) == 1
@@ -172,6 +185,18 @@ def test_a_hung_worker_of_a_killed_service_is_killed_by_the_next_one(start: Star
     second.ready()
 
 
+def test_a_port_that_is_taken_costs_no_start(start: Start, tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(
+            AssertionError, match=f"127.0.0.1:{port}: cannot listen here; found Address already"
+        ):
+            start(COLDFRAME_SERVE_PORT=str(port))
+    assert not (tmp_path / "worker.log").exists()
+
+
 def test_two_services_on_one_state_directory(start: Start) -> None:
     first = start()
     with pytest.raises(AssertionError, match="another service uses this state directory"):
@@ -265,7 +290,7 @@ def test_concurrent_repeats_with_one_key_make_one_job(start: Start) -> None:
     again = service.client.post("/v1/videos", json={"prompt": "once"}, headers=headers)
     assert (again.json()["id"], again.headers["idempotency-replayed"]) == (job["id"], "true")
     other = service.client.post("/v1/videos", json={"prompt": "twice"}, headers=headers)
-    assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_conflict")
+    assert (other.status_code, other.json()["error"]["code"]) == (409, "idempotency_conflict")
 
 
 # ---- bodies

@@ -130,7 +130,7 @@ def test_a_key_makes_one_job_per_owner_for_a_day(store: JobStore, clock: Clock) 
     assert store.idempotent("b", key) is None
     with pytest.raises(ApiError) as refusal:
         store.idempotent("a", Idempotency("k", "other"))
-    assert (refusal.value.http_status, refusal.value.code) == (422, "idempotency_conflict")
+    assert (refusal.value.http_status, refusal.value.code) == (409, "idempotency_conflict")
     clock.now += 24 * 3600 + 1
     assert store.idempotent("a", key) is None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +13,12 @@ import httpx
 import openai
 import pytest
 
+from prepare.cli import prepare_main
 from runtime.media.check import Mp4Expectation, check_mp4
-from tests.fakes.service import KEY, ROOT, ServiceProcess, until
+from scripts.tiny_checkpoint import write_tiny_checkpoint
+from tests.fakes.service import KEY, ROOT, ServiceProcess, is_running, until
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning"),
 ]
@@ -25,6 +26,8 @@ pytestmark = [
 
 class RealService(ServiceProcess):
     """`coldframe serve` as users run it."""
+
+    flags: tuple[str, ...] = ()
 
     def command(self, bundle: Path) -> list[str]:
         return [
@@ -36,8 +39,7 @@ class RealService(ServiceProcess):
             str(self.directory / "tiny"),
             "--state",
             str(self.state),
-            "--port",
-            "0",
+            *self.flags,
         ]
 
     def _environment(self, extra: dict[str, str]) -> dict[str, str]:
@@ -47,24 +49,17 @@ class RealService(ServiceProcess):
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealService]:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's checkpoint, prepared as `tiny`."""
     directory = tmp_path_factory.mktemp("real")
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for arguments in (
-        ["-m", "scripts.tiny_checkpoint", str(directory / "checkpoint"), "--preset", "demo"],
-        [
-            "-m",
-            "runtime.cli",
-            "prepare",
-            str(directory / "checkpoint"),
-            str(directory / "tiny"),
-            "--schedule",
-            "base-8",
-            "--dtype",
-            "float32",
-        ],
-    ):
-        subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environ, check=True, capture_output=True)
+    write_tiny_checkpoint(directory / "checkpoint", "demo", "native", seed=0)
+    options = ["--schedule", "base-8", "--dtype", "float32", "--json"]
+    assert prepare_main([str(directory / "checkpoint"), str(directory / "tiny"), *options]) == 0
+    return directory
+
+
+@pytest.fixture(scope="module")
+def real(directory: Path) -> Iterator[RealService]:
     service = RealService(directory)
     try:
         until(lambda: service.client.get("/ready").status_code == 200, "the worker is ready", 120)
@@ -129,3 +124,32 @@ def test_the_start_is_told(real: RealService) -> None:
 
 def test_torch_stays_in_the_worker(real: RealService) -> None:
     assert "/torch/" not in Path(f"/proc/{real.process.pid}/maps").read_text()
+
+
+class RealServiceOnRanks(RealService):
+    """Two processes work on every request; on GPUs each has its own."""
+
+    flags = ("--ranks", "2")
+
+
+@pytest.mark.slow  # 28 s: four processes import torch
+def test_two_ranks_are_one_worker(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "tiny").symlink_to(directory / "tiny")
+    service = RealServiceOnRanks(tmp_path)
+    try:
+        until(lambda: service.client.get("/ready").status_code == 200, "both ranks are ready", 120)
+        fields = {"num_frames": 22, "seed": 3, "size": "64x64"}
+        first = finished(service, service.create("same", **fields)["id"])
+        assert first["status"] == "completed", service.log()
+        launcher = next(entry["pid"] for entry in service.entries() if entry["event"] == "worker started")
+        ranks = [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+        assert len(ranks) == 2
+        doomed = service.create("long", num_frames=362)["id"]
+        until(lambda: service.get(doomed)["phase"] == "denoise", "it denoises", 60)
+        os.kill(ranks[1], signal.SIGKILL)
+        assert finished(service, doomed)["error"]["code"] == "interrupted"
+        until(lambda: not any(map(is_running, ranks)), "no rank is left", 60)
+        again = finished(service, service.create("same", **fields)["id"])
+        assert again["sha256"] == first["sha256"]
+    finally:
+        service.close()

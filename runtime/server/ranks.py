@@ -1,0 +1,106 @@
+"""One worker on several GPUs of this host: `python -m runtime.server.ranks 2 PROGRAM ARGUMENT…` runs it once per rank.
+
+Rank 0 owns standard input and output and so is the worker that the service talks to. Sets the variables that torchrun
+sets, without importing torch first: that import would come on top of the one that every rank makes. The ranks stay in
+the process group of this process, so that whoever started it can end them together. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+HOST = "127.0.0.1"
+GRACE_S = 15.0  # after the first rank has ended; the ranks' own guard takes 5 s
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one process per rank. Returns the exit code of the first rank that failed, 0 if none did."""
+    if len(argv) < 2 or not argv[0].isdecimal() or int(argv[0]) < 1:
+        print("usage: python -m runtime.server.ranks NUM_RANKS PROGRAM [ARGUMENT …]", file=sys.stderr)  # noqa: T201
+        return 2
+    num_ranks, port = int(argv[0]), free_port()
+    environments = [rank_variables(rank, num_ranks, port, os.environ) for rank in range(num_ranks)]
+    processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def end(sig: int, frame: FrameType | None) -> None:
+        for process in processes.values():
+            process.send_signal(sig)
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+    for rank, environment in enumerate(environments):
+        process = subprocess.Popen(
+            list(argv[1:]), env=environment,
+            stdin=None if rank == 0 else subprocess.DEVNULL, stdout=None if rank == 0 else sys.stderr,
+        )  # fmt: skip
+        processes[process.pid] = process
+    _let_go_of_streams()
+    return _wait(processes)
+
+
+def free_port() -> int:
+    """A port for the ranks to meet at; free at this moment."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_variables(rank: int, num_ranks: int, port: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of one rank. Threads are shared out unless the environment says how many."""
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "OMP_NUM_THREADS": str(max(1, cores // num_ranks)),
+        **environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+    }
+
+
+def _let_go_of_streams() -> None:
+    """The end of rank 0's output must show although this process lives on."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+
+
+def _wait(processes: dict[int, subprocess.Popen[bytes]]) -> int:
+    """Wait for all. Once one has ended the others have `GRACE_S` to follow, then they are killed."""
+    failed = 0
+    killer: threading.Timer | None = None
+    running = set(processes)
+    while running:
+        pid, status = os.wait()
+        if pid not in running:
+            continue
+        running.discard(pid)
+        code = os.waitstatus_to_exitcode(status)
+        processes[pid].returncode = code
+        failed = failed or (code if code >= 0 else 128 - code)
+        if killer is None and running:
+            killer = threading.Timer(GRACE_S, _kill, [running])
+            killer.daemon = True
+            killer.start()
+    if killer is not None:
+        killer.cancel()
+    return failed
+
+
+def _kill(pids: set[int]) -> None:
+    for pid in list(pids):
+        os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""The launcher of ranks, with small programs instead of workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime.server.config import RANK_COMMAND, ServerConfig
+from runtime.server.ranks import rank_variables
+from tests.fakes.service import ROOT, is_running, until
+
+
+def launch(num_ranks: str, code: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "runtime.server.ranks", num_ranks, sys.executable, "-c", code]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60, **options
+    )  # type: ignore[call-overload, no-any-return]
+
+
+def test_rank_0_has_the_streams_and_the_others_speak_on_stderr() -> None:
+    code = "import os, sys; print(os.environ['RANK'], sys.stdin.read())"
+    done = launch("3", code, input="hello")
+    assert (done.returncode, done.stdout) == (0, "0 hello\n")
+    assert sorted(done.stderr.split()) == ["1", "2"]
+
+
+def test_every_rank_gets_the_standard_variables(tmp_path: Path) -> None:
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    code = (
+        "import json, os, pathlib; rank = os.environ['RANK'];"
+        f"pathlib.Path({str(tmp_path)!r}, rank).write_text(json.dumps([os.environ[n] for n in {names}]))"
+    )
+    assert launch("2", code).returncode == 0
+    first, second = (json.loads((tmp_path / rank).read_text()) for rank in "01")
+    assert first[:5] == ["0", "0", "2", "2", "127.0.0.1"]
+    assert second[:5] == ["1", "1", "2", "2", "127.0.0.1"]
+    assert first[5] == second[5] != "0"
+
+
+def test_threads_are_shared_out_unless_the_environment_says() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert rank_variables(1, cores, 1, {})["OMP_NUM_THREADS"] == "1"
+    assert rank_variables(1, 2, 1, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)],
+    ids=["exit", "killed"],
+)
+def test_the_first_failure_is_the_exit_code(ends: str, code: int) -> None:
+    """Rank 1 fails; rank 0 sees its standard input end only after that."""
+    program = f"import os, sys\nif os.environ['RANK'] == '1': {ends}\nsys.stdin.read(); sys.exit(1)"
+    command = [sys.executable, "-m", "runtime.server.ranks", "2", sys.executable, "-c", program]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    until(lambda: len(children.read_text().split()) == 2, "both ranks run")
+    until(lambda: len(children.read_text().split()) == 1, "rank 1 has ended")
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(60) == code
+
+
+def test_a_rank_that_does_not_follow_is_killed() -> None:
+    program = (
+        "import os, sys, time\nif os.environ['RANK'] == '0': print(os.getpid(), flush=True); time.sleep(600)"
+    )
+    code = (
+        "import sys; from runtime.server import ranks; ranks.GRACE_S = 0.1;"
+        f"sys.exit(ranks.main(['2', sys.executable, '-c', {program!r}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 137
+    assert not is_running(int(done.stdout))
+
+
+@pytest.mark.parametrize("arguments", [[], ["2"], ["0", "x"], ["two", "x"]], ids=str)
+def test_wrong_arguments(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "runtime.server.ranks", *arguments], cwd=ROOT, capture_output=True, check=False
+    )
+    assert done.returncode == 2
+    assert b"usage" in done.stderr
+
+
+def test_the_service_starts_ranks_through_the_launcher() -> None:
+    environ = {"COLDFRAME_SERVE_ALLOW_UNAUTHENTICATED": "1", "COLDFRAME_BUNDLE": "b"}
+    one = ServerConfig.from_environment(environ)
+    assert one.command == (sys.executable, "-m", "runtime.worker")
+    two = ServerConfig.from_environment(environ, ranks=2)
+    assert two.command == (sys.executable, "-m", "runtime.server.ranks", "2", *RANK_COMMAND)
+    own = ServerConfig.from_environment({**environ, "COLDFRAME_SERVE_WORKER_COMMAND": "my worker"}, ranks=2)
+    assert own.command[-2:] == ("my", "worker")
