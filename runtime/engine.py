@@ -68,18 +68,19 @@ class Engine:
         cancelled: threading.Event | None = None,
         on_phase: Callable[[str], None] | None = None,
         on_step: Callable[[int, int], None] | None = None,
+        on_frames: Callable[[int, int], None] | None = None,
         receiver: Receiver | None = None,
     ) -> dict[str, object]:
         """Generate one video at `output`.
 
         Args:
             timeline: where to record; the start's own for the first request (default), a new one for later requests.
-            cancelled, on_phase, on_step: see `runtime.pipeline.Hooks`.
+            cancelled, on_phase, on_step, on_frames: see `runtime.pipeline.Hooks`.
             receiver: gets the video as a fragmented MP4 while it is decoded; its failure ends the request.
         Returns: the request's report and the run's figures, JSON-ready.
         Raises: pipeline.Cancelled, WorkerError.
         """
-        optional: dict[str, Any] = {"on_phase": on_phase, "on_step": on_step}
+        optional: dict[str, Any] = {"on_phase": on_phase, "on_step": on_step, "on_frames": on_frames}
         hooks = Hooks(
             timeline=timeline or self.timeline,
             cancelled=cancelled or threading.Event(),

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
 from runtime import bootstrap  # t = 0
 from runtime.pipeline import Cancelled
+
+if TYPE_CHECKING:
+    from runtime.media.fragments import Receiver
 
 
 def main(argv: Sequence[str]) -> int:
     """Entry of the command; returns the exit code."""
     args = _parser().parse_args(argv)
+    stdout = _take_stdout() if args.fragmented == "-" else None
     from runtime.settings import settings_from_environment
 
     settings = settings_from_environment(
@@ -37,9 +44,15 @@ def main(argv: Sequence[str]) -> int:
     with engine:
         progress = _Progress(quiet=args.json or not sys.stderr.isatty())
         try:
-            result = engine.run(
-                prepared, output, cancelled=cancelled, on_phase=progress.phase, on_step=progress.step
-            )
+            with _receiver(args.fragmented, stdout) as receiver:
+                result = engine.run(
+                    prepared,
+                    output,
+                    cancelled=cancelled,
+                    on_phase=progress.phase,
+                    on_step=progress.step,
+                    receiver=receiver,
+                )
         except Cancelled:
             raise KeyboardInterrupt from None
         progress.close()
@@ -58,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("bundle", help="prepared directory (coldframe prepare)")
     parser.add_argument("--prompt", required=True, help="what to show and what to hear")
     parser.add_argument("--output", "-o", default="video.mp4", help="file to write (default: %(default)s)")
+    parser.add_argument(
+        "--fragmented",
+        metavar="FILE",
+        help="also write it while it is decoded, as a fragmented MP4 that plays at once; "
+        "- is standard output, and what else would be printed there goes to standard error",
+    )
     parser.add_argument("--first-frame", metavar="PICTURE", help="picture that the video starts with")
     parser.add_argument("--last-frame", metavar="PICTURE", help="picture that the video ends with")
     parser.add_argument("--size", metavar="WxH", help="canvas, both multiples of 32 (default: by the task)")
@@ -115,6 +134,27 @@ def _require_writable(output: Path) -> None:
         raise RequestError(
             f"cannot write here: {error.strerror}", where="output", found=str(output)
         ) from error
+
+
+def _take_stdout() -> IO[bytes]:
+    """Standard output for the video alone; later prints of anybody go to standard error."""
+    stream = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    return stream
+
+
+def _receiver(target: str | None, stdout: IO[bytes] | None) -> AbstractContextManager[Receiver | None]:
+    """Who takes the fragments: nobody, a file, or what reads a pipe."""
+    if target is None:
+        return nullcontext()
+    from runtime.media.receivers import FragmentFile, FragmentPipe
+
+    path = Path(target)
+    if stdout is not None:
+        return FragmentPipe(stdout)
+    if path.exists() and not path.is_file():
+        return FragmentPipe(path)
+    return FragmentFile(path, replace=True)
 
 
 def _stop_on_signals(cancelled: threading.Event) -> None:

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from runtime.timeline import Timeline
 if TYPE_CHECKING:
     from runtime.engine import Engine
     from runtime.family import Family, Prepared
+    from runtime.media.receivers import FragmentFile
 
 PROTOCOL = 1
 _LOADING_REPORT_S = 0.5
@@ -72,10 +74,11 @@ def _take_stdout() -> IO[str]:
 
 @dataclass
 class _Job:
-    """A request that was taken: prepared, or still to be."""
+    """A request that was taken: prepared, or still to be. fragments: new file for the video while it is made."""
 
     name: str
     output: Path
+    fragments: Path | None = None
     prepared: Prepared | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -145,7 +148,9 @@ class Worker:
     def _obey(self, command: Mapping[str, Any]) -> None:
         operation = command["op"]
         if operation == "generate":
-            self._take(str(command["job"]), command["request"], Path(command["output"]))
+            fragments = command.get("fragments")
+            taken = _Job(str(command["job"]), Path(command["output"]), Path(fragments) if fragments else None)
+            self._take(taken, command["request"])
         elif operation == "cancel":
             job = self._jobs.get(str(command["job"]))
             if job is not None:
@@ -155,8 +160,8 @@ class Worker:
         else:
             raise ValueError(f"op {operation!r}; allowed: generate, cancel, shutdown")
 
-    def _take(self, name: str, body: Mapping[str, object], output: Path) -> None:
-        job = self._jobs[name] = _Job(name, output)
+    def _take(self, job: _Job, body: Mapping[str, object]) -> None:
+        self._jobs[job.name] = job
         self._family_known.wait()
         if self._family is None:
             return  # the start failed; that error has been sent
@@ -165,7 +170,7 @@ class Worker:
         except WorkerError as error:
             self._end(job, "error", error=error.as_dict())
             return
-        self.send("accepted", job=name, request=dict(job.prepared.report))
+        self.send("accepted", job=job.name, request=dict(job.prepared.report))
         self._queue.put(job)
 
     def _set_family(self, family: Family) -> None:
@@ -191,20 +196,31 @@ class Worker:
             return
         assert job.prepared is not None
         try:
-            result = engine.run(
-                job.prepared,
-                job.output,
-                timeline=timeline,
-                cancelled=job.cancelled,
-                on_phase=lambda phase: self.send("phase", job=job.name, phase=phase),
-                on_step=lambda done, total: self.send("step", job=job.name, step=done, steps=total),
-            )
+            with self._fragments_of(job) as receiver:
+                result = engine.run(
+                    job.prepared,
+                    job.output,
+                    timeline=timeline,
+                    cancelled=job.cancelled,
+                    on_phase=lambda phase: self.send("phase", job=job.name, phase=phase),
+                    on_step=lambda done, total: self.send("step", job=job.name, step=done, steps=total),
+                    on_frames=lambda done, total: self.send("frames", job=job.name, frames=done, total=total),
+                    receiver=receiver,
+                )
         except Cancelled:
             self._end(job, "cancelled")
         except WorkerError as error:
             self._end(job, "error", error=error.as_dict())
         else:
             self._end(job, "done", result={**result, "headline": timeline.headline()})
+
+    def _fragments_of(self, job: _Job) -> AbstractContextManager[FragmentFile | None]:
+        """The file that the job's fragments go to; removed if the job does not come to its end."""
+        if job.fragments is None:
+            return nullcontext()
+        from runtime.media.receivers import FragmentFile
+
+        return FragmentFile(job.fragments, lambda size: self.send("fragment", job=job.name, bytes=size))
 
     def _end(self, job: _Job, event: str, **values: object) -> None:
         self._jobs.pop(job.name, None)

@@ -1,4 +1,4 @@
-"""The finished file: ranges, conditional requests, and the answers for files that are not there."""
+"""The file, finished or while it is made: ranges, conditional requests, and the answers for files that are not there."""
 
 from __future__ import annotations
 
@@ -11,21 +11,31 @@ from starlette.types import Receive, Scope, Send
 
 from runtime.server.errors import ApiError
 from runtime.server.jobs import COMPLETED, FAILED, Job
+from runtime.server.live import HEADERS as LIVE_HEADERS
+from runtime.server.live import LiveResponse, first_fragment
 from runtime.server.service import Service
 from runtime.server.views import inference_time_s, server_timing, stage_durations
 
-VARIANTS = (None, "video", "0")
+LIVE = "live"
+VARIANTS = (None, "video", "0", LIVE)
 
 
 async def get_content(request: Request) -> Response:
-    """`GET` and `HEAD /v1/videos/{id}/content`."""
+    """`GET` and `HEAD /v1/videos/{id}/content`. The variant `live` of an unfinished job is what is made of it so far and
+    all that follows; of a finished one it is the file."""
     service: Service = request.app.state.service
     variant = request.query_params.get("variant")
     if variant not in VARIANTS:
-        raise ApiError("unknown variant", where="variant", code="unsupported_variant", expected="video")
-    job = service.store.get(request.path_params["video_id"], request.scope["owner"])
-    if job is None:
-        raise ApiError("no such video", status=404, code="video_not_found")
+        raise ApiError("unknown variant", where="variant", code="unsupported_variant", expected="video, live")
+    job = _known(service, request)
+    if variant == LIVE and job.is_active:
+        if request.method == "HEAD":
+            return Response(headers=LIVE_HEADERS, media_type="video/mp4")
+        request.scope["is_untimed"] = True  # a job's pace, not this service's
+        reader = await first_fragment(service.live, job, request, service.config.sync_timeout_s)
+        if reader is not None:
+            return LiveResponse(reader, job)
+        job = _known(service, request)
     if job.status == FAILED:
         message = (job.error or {}).get("message", "")
         raise ApiError(f"this video failed: {message}", status=422, code="video_failed")
@@ -41,6 +51,13 @@ async def get_content(request: Request) -> Response:
     if _matches(request.headers.get("if-none-match"), headers["ETag"]):
         return Response(status_code=304, headers=headers)
     return _Video(service, job, headers)
+
+
+def _known(service: Service, request: Request) -> Job:
+    job = service.store.get(request.path_params["video_id"], request.scope["owner"])
+    if job is None:
+        raise ApiError("no such video", status=404, code="video_not_found")
+    return job
 
 
 def sync_response(service: Service, job: Job, headers: dict[str, str]) -> Response:

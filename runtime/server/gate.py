@@ -82,7 +82,7 @@ class Gate:
         route = getattr(scope.get("route"), "path", "unmatched").replace(":video}", "}")
         seconds = time.perf_counter() - began
         self._service.metrics.count("h3_requests_total", route=route, status=str(status))
-        if not route.endswith(_UNTIMED):
+        if not (route.endswith(_UNTIMED) or scope.get("is_untimed")):
             self._service.metrics.observe("h3_request_duration_seconds", seconds, route=route)
         is_quiet = scope["method"] in ("GET", "HEAD") and (status < 400 or scope["path"] in OPEN_PATHS)
         level = logging.DEBUG if is_quiet else logging.INFO

@@ -16,6 +16,7 @@ PHASES = {
 """Phase of the worker protocol → phase that clients see, progress at its beginning."""
 LOADED = 5
 DENOISE_FROM, DENOISE_TO = 7, 88
+DECODE_FROM, DECODE_TO = 89, 98
 MADE_FIELDS = frozenset(
     {"width", "height", "num_frames", "seed", "task", "fps", "num_inference_steps", "num_evaluations", "schedule", "accel"}
 )  # fmt: skip
@@ -33,7 +34,7 @@ class Progress:
         self._phase_since = time.monotonic()
 
     def apply(self, job_id: str, event: dict[str, Any]) -> None:
-        """Take in an `accepted`, `phase` or `step` message; others are not about progress."""
+        """Take in an `accepted`, `phase`, `step` or `frames` message; others are not about progress."""
         job = self._store.get(job_id)
         if job is None:
             return
@@ -52,6 +53,11 @@ class Progress:
                 step, steps = int(event.get("step", 0)), max(1, int(event.get("steps", 1)))
                 progress = DENOISE_FROM + (DENOISE_TO - DENOISE_FROM) * step // steps
                 self._store.update(job_id, step=step, steps=steps, progress=max(job.progress, progress))
+
+            case "frames":
+                frames, total = int(event.get("frames", 0)), max(1, int(event.get("total", 1)))
+                progress = DECODE_FROM + (DECODE_TO - DECODE_FROM) * frames // total
+                self._store.update(job_id, progress=max(job.progress, progress))
 
     def loading(self, job_id: str, share: float) -> None:
         """Weights arrive while the job waits for them; `share` from 0 to 1."""
