@@ -34,6 +34,7 @@ from runtime.families.minimax_h3.model.block import (
     feed_forward,
     self_attention,
 )
+from runtime.families.minimax_h3.model.pending import Hidden, settled
 from runtime.families.minimax_h3.model.rotary import packed_rotary_table
 from runtime.families.minimax_h3.model.weight_views import take
 from runtime.families.minimax_h3.packing import KIND_KEYFRAME, PackedSequence
@@ -74,22 +75,22 @@ class SequenceState:
 
 
 class BlockForward(Protocol):
-    """The form of `block_forward`."""
+    """The form of `block_forward`; a replacement may leave its last sum to the next block, see `pending`."""
 
     def __call__(
         self,
-        x: Tensor,
+        x: Hidden,
         w: BlockWeights,
         modulation: Tensor,
         index: Tensor,
         rope: RotaryTable,
         attention: Attention,
         config: TransformerConfig,
-    ) -> Tensor: ...
+    ) -> Hidden: ...
 
 
 def block_forward(
-    x: Tensor,
+    x: Hidden,
     w: BlockWeights,
     modulation: Tensor,
     index: Tensor,
@@ -114,6 +115,7 @@ def block_forward(
     def term(which: int) -> Tensor:
         return modulation[:, which].index_select(0, index)  # [S, D]
 
+    x = settled(x)
     n = modulate(rms_norm(x, w.norm1, config.norm_eps), term(SCALE_ATTN), term(SHIFT_ATTN))
     x = x + term(GATE_ATTN) * attend(n, w, config, rope, attention)
     n = modulate(rms_norm(x, w.norm2, config.norm_eps), term(SCALE_MLP), term(SHIFT_MLP))
@@ -182,7 +184,7 @@ class Transformer:
         Raises: InternalError: rows disagree with `begin`, or keyframe rows meet a table without them.
         """
         state = self._begun()
-        x = self.embed(video_rows, audio_rows)  # [R, D]
+        x: Hidden = self.embed(video_rows, audio_rows)  # [R, D]
         modulation = self.tables.step(evaluation)
         if state.num_condition and modulation.blocks.shape[1] <= KIND_KEYFRAME:
             raise InternalError(
@@ -193,7 +195,7 @@ class Transformer:
         for i in range(self.config.num_layers):
             w = BlockWeights.view(self.weights.tensors(f"transformer/blocks.{i}"), f"transformer_blocks.{i}.")
             x = self.block(x, w, modulation.blocks[i], state.index, state.rope, self.attention, self.config)
-        return self.heads(x, modulation.final)
+        return self.heads(settled(x), modulation.final)
 
     def embed(self, video_rows: Tensor, audio_rows: Tensor) -> Tensor:
         """Project the latent rows in fp32, round to the dtype of the text rows, and pack those held: [R, D]."""
