@@ -282,7 +282,7 @@ def _paths() -> dict[str, Any]:
         },
         "304": {"description": "not modified"},
     }
-    content_parameters = (ID, _query("variant", {"enum": ["video", "0"]}), range_header)
+    content_parameters = (ID, _query("variant", {"enum": ["video", "0", "live"]}), range_header)
     startup = {**_json(StartList), "image/svg+xml": {"schema": {"type": "string"}}}
     form = _query("format", {"enum": ["json", "trace", "svg"]})
     return {
