@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels import flash3
 from loader.errors import CapabilityError, InternalError
 
-BackendName = Literal["cudnn", "flash", "efficient", "math"]
+BackendName = Literal["cudnn", "flash", "efficient", "math", "flash3"]
 
+# torch's own; flash3 is a library beside it
 _BACKENDS: dict[BackendName, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -45,7 +47,8 @@ class DenseAttention:
 
     def __init__(self, choice: AttentionChoice) -> None:
         self.choice = choice
-        self._order = [_BACKENDS[name] for name in (choice.backend, *choice.rest)]
+        self._flash3 = flash3.load() if choice.backend == "flash3" else None
+        self._order = [_BACKENDS[name] for name in (choice.backend, *choice.rest) if name in _BACKENDS]
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
@@ -56,6 +59,10 @@ class DenseAttention:
         Raises: InternalError: sizes disagree (names both).
         """
         _check(q, k, v)
+        if self._flash3 is not None:  # [1, S, H or G, K] each; one split: S is long enough to fill the device
+            return self._flash3(  # type: ignore[no-any-return]
+                q[None], k[None], v[None], softmax_scale=scale, is_causal=causal, num_splits=1
+            )[0][0]
         with sdpa_kernel(self._order, set_priority=True):
             out = scaled_dot_product_attention(
                 q.transpose(0, 1)[None],  # each [1, H or G, S, K]
@@ -75,14 +82,13 @@ def choose_backend(device: torch.device, dtype: torch.dtype, requested: str = "a
         requested: "auto" or a name of `BackendName`; a name is taken alone, without anything to fall to.
     Raises: CapabilityError: unknown name, or one that this device or dtype cannot run.
     """
-    if requested not in ("auto", *_BACKENDS):
-        raise CapabilityError(
-            "unknown attention backend", found=repr(requested), expected=["auto", *_BACKENDS]
-        )
+    names: tuple[BackendName, ...] = (*_BACKENDS, "flash3")
+    if requested not in ("auto", *names):
+        raise CapabilityError("unknown attention backend", found=repr(requested), expected=["auto", *names])
     obstacle = _cudnn_obstacle(device, dtype)
     if requested != "auto":
-        name: BackendName = next(item for item in _BACKENDS if item == requested)
-        why = obstacle if name == "cudnn" else _cuda_obstacle(device) if name == "efficient" else None
+        name: BackendName = next(item for item in names if item == requested)
+        why = _requested_obstacle(name, device, dtype)
         if why is not None:
             raise CapabilityError(f"attention backend {name!r} is unavailable: {why}", hint="use 'auto'")
         return AttentionChoice(name, "requested")
@@ -114,8 +120,12 @@ def warm_up(
         torch.cuda.current_stream(device).synchronize()
 
 
-def _cuda_obstacle(device: torch.device) -> str | None:
-    return None if device.type == "cuda" else f"device is {device.type}"
+def _requested_obstacle(name: BackendName, device: torch.device, dtype: torch.dtype) -> str | None:
+    if name == "cudnn":
+        return _cudnn_obstacle(device, dtype)
+    if name == "flash3":
+        return flash3.obstacle(device, dtype)
+    return f"device is {device.type}" if name == "efficient" and device.type != "cuda" else None
 
 
 def _cudnn_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
