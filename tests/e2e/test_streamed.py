@@ -169,6 +169,14 @@ def test_nothing_behind_the_pause_is_needed_before_it_is_asked_for(
 
 
 @pytest.mark.parametrize("task", HOLDS)
+@pytest.mark.parametrize("task", HOLDS)
+def test_groups_are_asked_for_in_the_order_in_which_they_are_loaded(worker: Worker, task: str) -> None:
+    with worker.stream(task) as stream:
+        weights = Watched(stream)
+        worker.run(task, weights)
+    assert list(dict.fromkeys(weights.asked)) == list(worker.manifest.orders[f"{task}/base-3"])
+
+
 def test_compute_behind_a_throttled_load_gives_the_same_bits_cold_and_warm(
     worker: Worker, loaded_then_run: dict[str, Result], task: str
 ) -> None:

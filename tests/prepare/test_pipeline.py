@@ -183,7 +183,7 @@ def test_orders_of_use(manifest: Manifest) -> None:
         "vae/decoder.heads",
         "audio_vae/decoder",
     )
-    assert fl2va[:3] == ("text_encoder/visual", "vae/encoder", "text_encoder/layers.0")
+    assert fl2va[:3] == ("vae/encoder", "text_encoder/visual", "text_encoder/layers.0")
     assert fl2va[53:55] == ("adaln/base-3.fl2va/condition", "adaln/base-3.fl2va/step.000")
     assert set(manifest.groups) == {*t2va, *fl2va}
 

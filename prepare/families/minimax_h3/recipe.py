@@ -96,8 +96,9 @@ def loading_order(config: H3Config, task: str, table: str, evaluations: int) -> 
     """Group names of one task in order of use. `table`: `"<schedule>.<task>"`."""
     has_keyframes = task in PICTURE_TASKS
     return (
-        *(("text_encoder/visual", "vae/encoder") if has_keyframes else ()),
+        *(("vae/encoder",) if has_keyframes else ()),
         *(("audio_vae/encoder",) if task == REFERENCE_TASK else ()),
+        *(("text_encoder/visual",) if has_keyframes else ()),
         *(f"text_encoder/layers.{i}" for i in range(config.text.conditioning_layer)),
         "transformer/prelude",
         *((f"adaln/{table}/condition",) if has_keyframes else ()),

@@ -213,12 +213,16 @@ class ModulationTables:
     condition_index: tuple[int, ...] | None = None
 
     def step(self, evaluation: int) -> StepModulation:
-        """Rows of one evaluation; waits for that evaluation's group (and the condition group) only."""
-        name = f"step.{evaluation:03d}"
+        """Rows of one evaluation; waits for that evaluation's group (after the condition group) only."""
+        name, rows = f"step.{evaluation:03d}", self.condition_index
+        condition = None if rows is None else self._condition_row(rows[evaluation])
         step = self.weights.tensors(f"adaln/{self.key}/{name}")
         blocks, final = step[f"{name}.blocks"], step[f"{name}.final"]
-        if self.condition_index is not None:
-            condition = self.weights.tensors(f"adaln/{self.key}/condition")["condition.blocks"]
-            row = self.condition_index[evaluation]
-            blocks = torch.cat((blocks, condition[:, row : row + 1]), dim=1)  # [L, 4, 6, D]
+        if condition is not None:
+            blocks = torch.cat((blocks, condition), dim=1)  # [L, 4, 6, D]
         return StepModulation(blocks, final)
+
+    def _condition_row(self, row: int) -> Tensor:
+        """[L, 1, 6, D]"""
+        condition = self.weights.tensors(f"adaln/{self.key}/condition")["condition.blocks"]
+        return condition[:, row : row + 1]

@@ -13,8 +13,12 @@ from runtime.families.minimax_h3.config import CONDITION_TIMESTEP, H3Config
 from runtime.families.minimax_h3.model.adaln import ModulationTables
 from runtime.families.minimax_h3.model.audio_vae import AudioDecoder
 from runtime.families.minimax_h3.model.conditioner import encode_prompt
-from runtime.families.minimax_h3.model.finite import require_finite
-from runtime.families.minimax_h3.model.picture_units import DecodedUnit
+from runtime.families.minimax_h3.model.decode_units import (
+    AudioBeside,
+    AudioUnits,
+    StartedDecoder,
+    VideoUnits,
+)
 from runtime.families.minimax_h3.model.refiner import refine_text
 from runtime.families.minimax_h3.model.transformer import Transformer
 from runtime.families.minimax_h3.model.video_decoder import VideoDecoder
@@ -61,7 +65,7 @@ class JobParts:
     encode_prompt: Callable[..., Tensor] = encode_prompt
     refine_text: Callable[..., Tensor] = refine_text
     transformer: Callable[[H3Config, WeightSource, ModulationTables], Transformer] = Transformer
-    video_units: Callable[[JobInput, VideoDecoder], Decoder] | None = None
+    video_units: Callable[[JobInput, VideoDecoder], StartedDecoder] | None = None
     decoder_operators: DecoderOperators = EAGER
 
 
@@ -107,16 +111,20 @@ class H3Job:
         assert noise is not None, "condition() comes first"
         assert rows is not None, "condition() comes first"
         return (DenoisingStage(self._given, self._transformer, noise, rows, self._device),)
+        """For one decode: the video decoder is started by the audio decoder."""
 
     def decoders(self) -> Mapping[str, Decoder]:
         given, parts = self._given, self._parts
         decoder = VideoDecoder(
             given.config.video_vae, self._weights, self._device, operators=parts.decoder_operators
         )
-        return {
-            "video": (parts.video_units or VideoUnits)(given, decoder),
-            "audio": AudioUnits(AudioDecoder(given.config.audio_vae, self._weights, self._device)),
-        }
+        video: StartedDecoder = (
+            VideoUnits(given.config, given.sequence, decoder)
+            if parts.video_units is None
+            else parts.video_units(given, decoder)
+        )
+        audio = AudioUnits(AudioDecoder(given.config.audio_vae, self._weights, self._device))
+        return {"video": video, "audio": AudioBeside(audio, video, self._device)}
 
     def report(self) -> Mapping[str, object]:
         assert self._noise is not None, "condition() comes first"
@@ -182,46 +190,6 @@ class DenoisingStage:
             )
             for name in latents
         }
-
-
-class VideoUnits:
-    """Video latents to pictures, checked and rounded to bytes on the device."""
-
-    def __init__(self, given: JobInput, decoder: VideoDecoder) -> None:
-        self._given = given
-        self._decoder = decoder
-
-    @torch.inference_mode()
-    def units(self, latents: Latents) -> Iterator[DecodedUnit]:
-        """One per temporal unit, its pictures perhaps still being computed; checked when they arrive.
-
-        Raises: InternalError: latents are not finite; a unit's copy raises it for pixels.
-        """
-        for frames in self.frames(latents):
-            yield DecodedUnit(frames)
-
-    @torch.inference_mode()
-    def frames(self, latents: Latents) -> Iterator[Tensor]:
-        """[F, 3, H, W] float32 in [0, 1] on the device per temporal unit. Raises: InternalError: bad latents."""
-        given = self._given
-        require_finite(latents["video"], "video latents")
-        video = unpatchify(latents["video"], given.sequence.latent_shape, given.config.transformer.patch_size)
-        yield from self._decoder.units(video[0])
-
-
-class AudioUnits:
-    """Audio latents to one piece of sound."""
-
-    def __init__(self, decoder: AudioDecoder) -> None:
-        self._decoder = decoder
-
-    @torch.inference_mode()
-    def units(self, latents: Latents) -> Iterator[numpy.ndarray[Any, Any]]:
-        """[2, samples] float32. Raises: InternalError: latents or samples are not finite."""
-        require_finite(latents["audio"], "audio latents")
-        samples = self._decoder.decode(unpack_audio(latents["audio"]))
-        require_finite(samples, "decoded audio")
-        yield samples.cpu().numpy()
 
 
 def _steps(schedule: Schedule) -> Iterator[Step]:

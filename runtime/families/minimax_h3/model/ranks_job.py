@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -12,16 +11,13 @@ from runtime.compute import Compute
 from runtime.families.minimax_h3.config import H3Config
 from runtime.families.minimax_h3.model.conditioner import encode_prompt, layer_forward
 from runtime.families.minimax_h3.model.job import H3Job, JobInput, JobParts
+from runtime.families.minimax_h3.model.parts import decoder_operators
 from runtime.families.minimax_h3.model.ranks_conditioner import SummedLayer
 from runtime.families.minimax_h3.model.ranks_transformer import RanksTransformer, refine_text_on_ranks
 from runtime.families.minimax_h3.model.ranks_video import RanksVideoUnits
 from runtime.families.minimax_h3.shards import check_ranks, cuts_conditioner, gathers_hidden
-from runtime.family import Decoder, Latents
 from runtime.parallel.connect import Connection
 from runtime.weights import WeightSource
-
-if TYPE_CHECKING:
-    import numpy
 
 
 class RanksJob(H3Job):
@@ -67,13 +63,8 @@ class RanksJob(H3Job):
             control=control,
             is_sharded=is_sharded and gathers_hidden(ranks.size),
         )
-        parts = JobParts(encode, refine, transformer, self._video_units)
+        parts = JobParts(encode, refine, transformer, self._video_units, decoder_operators(compute))
         super().__init__(given, weights, compute.device, parts)
-
-    def decoders(self) -> Mapping[str, Decoder]:
-        decoders = super().decoders()
-        assert self._video is not None, "made by the base class"
-        return {"video": self._video, "audio": _AudioBeside(decoders["audio"], self._video)}
 
     @property
     def leads(self) -> bool:
@@ -88,14 +79,3 @@ class RanksJob(H3Job):
     def _video_units(self, given: JobInput, decoder: Any) -> RanksVideoUnits:
         self._video = RanksVideoUnits(given, decoder, self._connection.ranks, self._connection.control)
         return self._video
-
-
-class _AudioBeside:
-    """Audio on rank 0 while all ranks decode their first video unit."""
-
-    def __init__(self, audio: Decoder, video: RanksVideoUnits) -> None:
-        self._audio, self._video = audio, video
-
-    def units(self, latents: Latents) -> Iterator[numpy.ndarray[Any, Any]]:
-        self._video.start(latents)
-        yield from self._audio.units(latents)

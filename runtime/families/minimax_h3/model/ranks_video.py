@@ -45,7 +45,7 @@ class ArrivedUnit:
 
 
 class RanksVideoUnits:
-    """`job.VideoUnits` over several ranks: rank 0 gets all units, the others none. One video."""
+    """`decode_units.VideoUnits` over several ranks: rank 0 gets all units, the others none. One video."""
 
     def __init__(self, given: JobInput, decoder: VideoDecoder, ranks: Ranks, control: Control) -> None:
         self._given, self._decoder = given, decoder
