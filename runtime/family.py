@@ -148,7 +148,12 @@ class Family(Protocol):
         ...
 
     def warm_up(self, prepared: Prepared | None, compute: Compute) -> None:
-        """Run every kind of work of a request once, at its sizes, on weights of zeros."""
+        """Without a request: run every kind of work of one once, on weights of zeros. With one: what its denoiser
+        needs on the thread that denoises."""
+        ...
+
+    def warm_up_conditioner(self, prepared: Prepared, compute: Compute) -> None:
+        """Run every kind of work of a waiting request's conditioner once, on weights of zeros, on any thread."""
         ...
 
     def start(self, prepared: Prepared, weights: WeightSource, compute: Compute) -> Job: ...

@@ -2,7 +2,7 @@
 
 On the main thread: spawn (the reader, the uploader, and torch's libraries on their way into memory, first: all of
 that goes on while the manifest is parsed) → manifest → load → family → torch → models → compute → warm-up. Beside it,
-on the request's thread: parse → tokens, pictures, packed layout, embedding rows. The conditioner and the first step
+on the request's thread: parse → tokens, pictures, packed layout, embedding rows; on another the conditioner's warm-up. The conditioner and the first step
 follow in `runtime.pipeline`, behind the load, because every group is waited for where it is used.
 """
 
@@ -91,6 +91,12 @@ class WorkerStart:
             Node("models", self.models, needs=("torch",)),
             Node("compute", self.compute, needs=("models",)),
             Node("warm-up", self.warm_up, needs=("compute", "request")),
+            Node(
+                "conditioner warm-up",
+                self.warm_up_conditioner,
+                needs=("compute", "request"),
+                thread="libraries",
+            ),
         ]
 
     def spawn(self, results: Results) -> None:
@@ -230,12 +236,14 @@ class WorkerStart:
         return compute
 
     def warm_up(self, results: Results) -> None:
-        """Initialise libraries on dummy data so that the first step pays for nothing; a CPU has nothing to gain.
-
-        With a request waiting, only what the denoiser needs and the conditioner does not initialise by running.
-        """
+        """Initialise libraries on dummy data so that the first step pays for nothing; a CPU has nothing to gain."""
         if self.device == "cuda":
             results["family"].warm_up(results["request"], results["compute"])
+
+    def warm_up_conditioner(self, results: Results) -> None:
+        """The same for the conditioner of a waiting request, beside it: most of it is waiting for the driver."""
+        if self.device == "cuda" and results["request"] is not None:
+            results["family"].warm_up_conditioner(results["request"], results["compute"])
 
     def engine(self, results: Results) -> Engine:
         from runtime.engine import Engine

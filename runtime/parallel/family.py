@@ -110,6 +110,9 @@ class FamilyOnRanks:
         silent = silent_connection(self._rank, self._size)
         self._family.warm_up_on_ranks(prepared, compute, silent, self._hold, self._is_sharded)
 
+    def warm_up_conditioner(self, prepared: Prepared, compute: Compute) -> None:
+        """Nothing: `warm_up` covers it."""
+
     def start(self, prepared: Prepared, weights: WeightSource, compute: Compute) -> RankJob:
         connection = self._connection()
         held = self._hold(weights, connection.guard.progress if connection.guard else _ignore)

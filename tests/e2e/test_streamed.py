@@ -22,8 +22,9 @@ from loader.load_plan import plan_load
 from loader.manifest import Manifest, read_manifest
 from loader.options import StreamOptions
 from loader.stream import WeightStream, start
-from runtime.compute import choose_compute
+from runtime.compute import Compute, choose_compute
 from runtime.family import Family, Prepared, family_for
+from runtime.ops.attention import attention
 from runtime.pipeline import Hooks, denoise
 from runtime.timeline import Timeline
 from runtime.weights import WeightSource
@@ -169,7 +170,6 @@ def test_nothing_behind_the_pause_is_needed_before_it_is_asked_for(
 
 
 @pytest.mark.parametrize("task", HOLDS)
-@pytest.mark.parametrize("task", HOLDS)
 def test_groups_are_asked_for_in_the_order_in_which_they_are_loaded(worker: Worker, task: str) -> None:
     with worker.stream(task) as stream:
         weights = Watched(stream)
@@ -177,6 +177,7 @@ def test_groups_are_asked_for_in_the_order_in_which_they_are_loaded(worker: Work
     assert list(dict.fromkeys(weights.asked)) == list(worker.manifest.orders[f"{task}/base-3"])
 
 
+@pytest.mark.parametrize("task", HOLDS)
 def test_compute_behind_a_throttled_load_gives_the_same_bits_cold_and_warm(
     worker: Worker, loaded_then_run: dict[str, Result], task: str
 ) -> None:
@@ -191,6 +192,36 @@ def test_compute_behind_a_throttled_load_gives_the_same_bits_cold_and_warm(
     assert warm_weights.asked == cold_weights.asked
     assert_same(cold, loaded_then_run[task])
     assert_same(warm, loaded_then_run[task])
+
+
+@pytest.mark.parametrize("task", HOLDS)
+def test_the_conditioners_warm_up_meets_every_kind_of_attention_call(
+    worker: Worker, loaded_then_run: dict[str, Result], task: str
+) -> None:
+    """Beside a real run, as at a start, and without a trace in it."""
+    warm: set[tuple[object, ...]] = set()
+    real: set[tuple[object, ...]] = set()
+
+    def recorder(calls: set[tuple[object, ...]]) -> Compute:
+        def recorded(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            calls.add((q.shape, k.shape, q.dtype, *sorted(options.items())))
+            return attention(q, k, v, **options)
+
+        return Compute("cpu", attention, recorded)
+
+    prepared = worker.prepare(task)
+    thread = threading.Thread(
+        target=worker.family.warm_up_conditioner, args=(prepared, recorder(warm)), daemon=True
+    )
+    worker.compute = recorder(real)
+    thread.start()
+    try:
+        result = worker.run(task, worker.loaded())
+    finally:
+        thread.join()
+        worker.compute = choose_compute("cpu", worker.bundle, worker.manifest.kernels)
+    assert warm == real != set()
+    assert_same(result, loaded_then_run[task])
 
 
 @pytest.mark.parametrize("options", [{"threads": 1}, {"threads": 7}, {"reader": "threads"}], ids=str)

@@ -92,22 +92,26 @@ class MiniMaxH3:
         import runtime.families.minimax_h3.model.parts  # noqa: F401 (the import is the work)
 
     def warm_up(self, prepared: Prepared | None, compute: Compute) -> None:
-        """Without a request, run a typical one on zeros; with one, build the plan of its attention and nothing else.
-
-        What a waiting request's conditioner initialises by running would otherwise be initialised by a dummy run first.
-        """
+        """Without a request, run a typical one on zeros; with one, build the plan of its attention."""
         if prepared is not None:
             config = self.capabilities.config.transformer
             rows = prepared.parts["sequence"].num_rows
             compute.warm_attention(rows, config.num_attention_heads, config.attention_head_dim)
             return
+        self._run_on_zeros(prepared, compute, self._make_job(compute))
+
+    def warm_up_conditioner(self, prepared: Prepared, compute: Compute) -> None:
+        from runtime.families.minimax_h3.model.warm_up import condition_on_zeros
+
+        condition_on_zeros(self._job_input(prepared), self._manifest, compute, self._make_job(compute))
+
+    def _make_job(self, compute: Compute) -> MakeJob:
         from runtime.families.minimax_h3.model.job import H3Job
         from runtime.families.minimax_h3.model.parts import one_rank
 
-        def make_job(given: JobInput, weights: WeightSource) -> H3Job:
-            return H3Job(given, whole_weights(weights, self._manifest), compute.device, one_rank(compute))
-
-        self._run_on_zeros(prepared, compute, make_job)
+        return lambda given, weights: H3Job(
+            given, whole_weights(weights, self._manifest), compute.device, one_rank(compute)
+        )
 
     def _run_on_zeros(self, prepared: Prepared | None, compute: Compute, make_job: MakeJob) -> None:
         from runtime.families.minimax_h3.model.warm_up import run_on_zeros
@@ -120,11 +124,7 @@ class MiniMaxH3:
             run_on_zeros(self._job_input(prepared), self._manifest, compute, make_job)
 
     def start(self, prepared: Prepared, weights: WeightSource, compute: Compute) -> Job:
-        from runtime.families.minimax_h3.model.job import H3Job
-        from runtime.families.minimax_h3.model.parts import one_rank
-
-        weights = whole_weights(weights, self._manifest)
-        return H3Job(self._job_input(prepared), weights, compute.device, one_rank(compute))
+        return self._make_job(compute)(self._job_input(prepared), weights)
 
     def start_on_ranks(
         self,
