@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from runtime.families.minimax_h3.model.video_decoder import VideoDecoder
 from runtime.families.minimax_h3.model.video_encoder import encode_keyframe
 from runtime.families.minimax_h3.model.vision import image_patches
 from runtime.families.minimax_h3.noise import Noise, NoiseMode, draw_noise, noised_keyframe
-from runtime.families.minimax_h3.packing import PackedSequence, patchify, unpack_audio, unpatchify
+from runtime.families.minimax_h3.packing import PackedSequence, patchify
 from runtime.families.minimax_h3.tokens import TokenStream
 from runtime.family import Decoder, Latents, MediaPlan, Step
 from runtime.ops.decoder import EAGER, DecoderOperators
@@ -92,28 +93,25 @@ class H3Job:
     def condition(self) -> None:
         """Noise and keyframe latents, prompt embeds, refined text, per-request constants."""
         given, parts = self._given, self._parts
-        self._noise = draw_noise(
-            given.config,
-            given.seed,
-            given.sequence.latent_shape,
-            given.sequence.num_audio_latents,
-            len(given.keyframes),
-            given.noise_mode,
-        )
-        patches = [image_patches(picture, given.config) for picture in given.keyframes]
-        self._condition_rows = self._keyframe_rows(self._noise)
-        prompt_embeds = parts.encode_prompt(given.config, self._weights, given.tokens, patches, self._device)
-        text = parts.refine_text(given.config, self._weights, prompt_embeds)
-        self._transformer.begin(text, given.sequence)
+        with ThreadPoolExecutor(1, "noise") as beside:  # drawn while the conditioner waits for its layers
+            noise = beside.submit(self._draw_noise)
+            patches = [image_patches(picture, given.config) for picture in given.keyframes]
+            self._condition_rows = self._keyframe_rows(noise.result().keyframes if given.keyframes else ())
+            prompt_embeds = parts.encode_prompt(
+                given.config, self._weights, given.tokens, patches, self._device
+            )
+            text = parts.refine_text(given.config, self._weights, prompt_embeds)
+            self._transformer.begin(text, given.sequence)
+            self._noise = noise.result()
 
     def stages(self) -> Sequence[DenoisingStage]:
         noise, rows = self._noise, self._condition_rows
         assert noise is not None, "condition() comes first"
         assert rows is not None, "condition() comes first"
         return (DenoisingStage(self._given, self._transformer, noise, rows, self._device),)
-        """For one decode: the video decoder is started by the audio decoder."""
 
     def decoders(self) -> Mapping[str, Decoder]:
+        """For one decode: the video decoder is started by the audio decoder."""
         given, parts = self._given, self._parts
         decoder = VideoDecoder(
             given.config.video_vae, self._weights, self._device, operators=parts.decoder_operators
@@ -140,12 +138,23 @@ class H3Job:
             "evaluations": self._given.schedule.evaluations,
         }
 
-    def _keyframe_rows(self, noise: Noise) -> Tensor:
+    def _draw_noise(self) -> Noise:
+        given = self._given
+        return draw_noise(
+            given.config,
+            given.seed,
+            given.sequence.latent_shape,
+            given.sequence.num_audio_latents,
+            len(given.keyframes),
+            given.noise_mode,
+        )
+
+    def _keyframe_rows(self, noise: Sequence[Tensor]) -> Tensor:
         """[Ncond, video_row_dim] float32 on the device; written once, never stepped."""
         given = self._given
         patch = given.config.transformer.patch_size
         rows = [torch.empty(0, given.config.transformer.video_row_dim)]
-        for picture, keyframe_noise in zip(given.keyframes, noise.keyframes, strict=True):
+        for picture, keyframe_noise in zip(given.keyframes, noise, strict=True):
             pixels = torch.from_numpy(picture)
             latents = encode_keyframe(pixels, given.config.video_vae, self._weights, self._device)
             rows.append(
@@ -169,8 +178,8 @@ class DenoisingStage:
 
     def start(self, previous: Latents | None) -> Latents:
         """Unit noise in row form: video [Nv, C*4], audio [Na, A], float32."""
-        video = patchify(self._noise.video, self._patch)
-        return {"video": video.to(self._device), "audio": self._noise.audio.to(self._device)}
+        video = patchify(self._noise.video.to(self._device), self._patch)
+        return {"video": video, "audio": self._noise.audio.to(self._device)}
 
     @torch.inference_mode()
     def denoiser(self, latents: Latents, step: Step) -> Latents:
