@@ -10,7 +10,7 @@ from pathlib import Path
 
 from loader import upload_wire as talk
 from loader.child_process import FIRST_FD, Child, parent_argument, spawn
-from loader.options import device_ordinal
+from loader.devices import device_ordinal
 
 _PROGRAM = (
     "import sys; count = int(sys.argv[1]); "
