@@ -13,11 +13,12 @@ its other formats and warn or raise errors of its own about large pictures. Pill
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageFile import ImageFile
 
-ACCEPTED = "PNG, JPEG, WebP or GIF"
+FORMATS = ("PNG", "JPEG", "WebP", "GIF")
 _DAMAGE = (
     OSError,
     SyntaxError,
@@ -45,10 +46,28 @@ _START_OF_SCAN, _APP1, _COMMENT = 0xDA, 0xE1, 0xFE
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """Upper bounds of one picture. 50 million pixels admit current phone cameras and need 150 MB decoded."""
+    """What is accepted. 50 million pixels admit current phone cameras and need 150 MB decoded.
+
+    Attributes:
+        max_side: of width and height, in pixels; None: any.
+        formats: a part of `FORMATS`.
+        is_single: refuse animations, instead of taking their first picture.
+    """
 
     max_bytes: int = 32 << 20
     max_pixels: int = 50_000_000
+    max_side: int | None = None
+    formats: tuple[str, ...] = FORMATS
+    is_single: bool = False
+
+
+@dataclass(frozen=True)
+class ImageHeader:
+    """What a file says of itself: one of `FORMATS`, and pixels as stored (EXIF not applied)."""
+
+    kind: str
+    width: int
+    height: int
 
 
 def decode_image(data: bytes, limits: ImageLimits | None = None, where: str = "image") -> Image:
@@ -58,29 +77,48 @@ def decode_image(data: bytes, limits: ImageLimits | None = None, where: str = "i
         data: the encoded file.
         where: request field for messages.
 
-    Raises: RequestError: 413 too many bytes or pixels; 415 another format (names the one found); 422 empty, damaged
-        or truncated.
+    Raises: RequestError: 413 too many bytes or pixels; 415 another format (names the one found) or an animation;
+        422 empty, damaged or truncated.
     """
     limits = limits or ImageLimits()
+    kind = _accepted_format(data, limits, where)
+    with _damage_refused(kind, limits, where):
+        picture, exif = _open(data, kind, limits, where)
+        picture.load()
+        orientation = exif_orientation(picture.info.get("exif", b"") if exif is None else exif)
+        return _upright(_to_rgb(picture), orientation)
+
+
+def read_header(data: bytes, limits: ImageLimits, where: str = "image") -> ImageHeader:
+    """Format and size of a picture within the limits, without decoding it: what is damaged behind the header is found
+    by `decode_image`. Arguments and errors as there."""
+    kind = _accepted_format(data, limits, where)
+    with _damage_refused(kind, limits, where):
+        picture, _ = _open(data, kind, limits, where)
+        return ImageHeader(kind, *picture.size)
+
+
+def _accepted_format(data: bytes, limits: ImageLimits, where: str) -> str:
     if len(data) > limits.max_bytes:
         raise RequestError(
             "the image file is too large", where=where, found=f"{len(data)} bytes",
             expected=f"at most {limits.max_bytes} bytes", http_status=413,
         )  # fmt: skip
     kind = sniff_format(data)
-    if kind not in ("PNG", "JPEG", "WebP", "GIF"):
+    if kind not in limits.formats:
         message = "the image file is empty" if kind == "nothing" else "unsupported image format"
         status = 422 if kind == "nothing" else 415
-        raise RequestError(message, where=where, found=kind, expected=ACCEPTED, http_status=status)
+        expected = _listed(limits.formats)
+        raise RequestError(message, where=where, found=kind, expected=expected, http_status=status)
+    return kind
+
+
+@contextlib.contextmanager
+def _damage_refused(kind: str, limits: ImageLimits, where: str) -> Iterator[None]:
     from PIL.Image import DecompressionBombError
 
     try:
-        data, exif = _without_metadata(data) if kind == "JPEG" else (data, None)
-        picture = _opener(kind)(io.BytesIO(data))
-        _check_pixels(picture.size, limits, where)
-        picture.load()
-        orientation = exif_orientation(picture.info.get("exif", b"") if exif is None else exif)
-        return _upright(_to_rgb(picture), orientation)
+        yield
     except DecompressionBombError as error:  # WebP and GIF look at the size themselves while opening
         raise _too_many_pixels("far more", limits, where) from error
     except _DAMAGE as error:
@@ -88,9 +126,23 @@ def decode_image(data: bytes, limits: ImageLimits | None = None, where: str = "i
             f"the {kind} image cannot be decoded: it is truncated or damaged",
             where=where,
             found=str(error)[:120] or type(error).__name__,
-            expected=f"a complete {ACCEPTED} file",
+            expected=f"a complete {_listed(limits.formats)} file",
             http_status=422,
         ) from error
+
+
+def _open(data: bytes, kind: str, limits: ImageLimits, where: str) -> tuple[ImageFile, bytes | None]:
+    """The opened file, and a JPEG's EXIF block, which was taken out of it. Raises: RequestError: beyond the limits."""
+    data, exif = _without_metadata(data) if kind == "JPEG" else (data, None)
+    picture = _opener(kind)(io.BytesIO(data))
+    width, height = picture.size
+    if width * height > limits.max_pixels or max(width, height) > (limits.max_side or max(width, height)):
+        raise _too_many_pixels(f"{width}x{height}", limits, where)
+    if limits.is_single and getattr(picture, "n_frames", 1) > 1:
+        raise RequestError(
+            "the image is animated", where=where, found="several pictures", expected="one", http_status=415
+        )
+    return picture, exif
 
 
 def sniff_format(data: bytes) -> str:
@@ -176,19 +228,19 @@ def _opener(kind: str) -> Callable[[io.BytesIO], ImageFile]:
     return GifImageFile
 
 
-def _check_pixels(size: tuple[int, int], limits: ImageLimits, where: str) -> None:
-    if size[0] * size[1] > limits.max_pixels:
-        raise _too_many_pixels(f"{size[0]}x{size[1]}", limits, where)
-
-
 def _too_many_pixels(found: str, limits: ImageLimits, where: str) -> RequestError:
     return RequestError(
         "the image is too large",
         where=where,
         found=f"{found} pixels",
-        expected=f"at most {limits.max_pixels} pixels",
+        expected=f"at most {limits.max_pixels} pixels"
+        + (f", sides up to {limits.max_side}" if limits.max_side else ""),
         http_status=413,
     )
+
+
+def _listed(formats: tuple[str, ...]) -> str:
+    return f"{', '.join(formats[:-1])} or {formats[-1]}"
 
 
 def _to_rgb(picture: Image) -> Image:

@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from loader.errors import RequestError
-from runtime.media.images import ImageLimits, decode_image, exif_orientation, sniff_format
+from runtime.media.images import (
+    ImageHeader,
+    ImageLimits,
+    decode_image,
+    exif_orientation,
+    read_header,
+    sniff_format,
+)
 
 INPUTS = Path(__file__).parents[2] / "cases" / "inputs"
 CASES = [entry for entry in json.loads((INPUTS / "index.json").read_text()) if entry["group"] == "images"]
@@ -152,3 +159,47 @@ def test_frames_larger_than_the_canvas_of_a_gif_are_refused() -> None:
 )  # fmt: skip
 def test_formats_are_named_by_content(data: bytes, name: str) -> None:
     assert name in sniff_format(data)
+
+
+def encoded(kind: str, size: tuple[int, int] = (40, 30), pictures: int = 1) -> bytes:
+    """A file with this many different pictures."""
+    stream = io.BytesIO()
+    first, *others = (Image.new("RGB", size, (50 * index, 9, 9)) for index in range(pictures))
+    animation = {"save_all": True, "append_images": others} if others else {}
+    first.save(stream, kind, **animation)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(("kind", "share"), [("PNG", 0.75), ("JPEG", 0.75), ("WebP", 1), ("GIF", 0.75)])
+def test_a_header_is_read_without_its_pixels(kind: str, share: float) -> None:
+    """WebP's library opens whole files only."""
+    data = encoded(kind, (400, 300))
+    assert read_header(data[: round(len(data) * share)], ImageLimits()) == ImageHeader(kind, 400, 300)
+
+
+@pytest.mark.parametrize(
+    ("limits", "data", "status", "message"),
+    [
+        pytest.param({"max_side": 39}, encoded("PNG"), 413, "40x30 pixels.*sides up to 39", id="side"),
+        pytest.param({"max_pixels": 1199}, encoded("PNG"), 413, "40x30 pixels.*1199", id="pixels"),
+        pytest.param({"max_bytes": 9}, encoded("PNG"), 413, "file is too large", id="bytes"),
+        pytest.param({"formats": ("PNG", "JPEG")}, encoded("GIF"), 415, "found GIF; allowed: PNG or JPEG", id="format"),
+        pytest.param({"is_single": True}, encoded("PNG", pictures=2), 415, "animated", id="animated PNG"),
+        pytest.param({"is_single": True}, encoded("WebP", pictures=2), 415, "animated", id="animated WebP"),
+        pytest.param({}, b"", 422, "empty", id="empty"),
+        pytest.param({}, encoded("PNG")[:20], 422, "damaged", id="cut header"),
+    ],
+)  # fmt: skip
+def test_headers_beyond_the_limits_are_refused_alike_by_both_readers(
+    limits: dict[str, Any], data: bytes, status: int, message: str
+) -> None:
+    for read in (read_header, decode_image):
+        with pytest.raises(RequestError, match=message) as caught:
+            read(data, ImageLimits(**limits), "first_frame")
+        assert (caught.value.http_status, caught.value.where) == (status, "first_frame")
+
+
+def test_limits_are_met_exactly() -> None:
+    limits = ImageLimits(max_bytes=len(encoded("PNG")), max_pixels=1200, max_side=40, is_single=True)
+    assert read_header(encoded("PNG"), limits) == ImageHeader("PNG", 40, 30)
+    assert decode_image(encoded("PNG"), limits).size == (40, 30)
