@@ -48,12 +48,15 @@ class Compute:
             )
 
 
-def choose_compute(device: str, directory: Path, kernels: Sequence[Mapping[str, object]]) -> Compute:
+def choose_compute(
+    device: str, directory: Path, kernels: Sequence[Mapping[str, object]], attention_backend: str = "auto"
+) -> Compute:
     """Backends of this device; needs torch.
 
     Args:
         directory: prepared directory. kernels: the manifest's list, of any architectures.
-    Raises: ArtifactError: a kernel file is not what the manifest says.
+        attention_backend: of the denoiser on a GPU, see `kernels.attention.choose_backend`.
+    Raises: ArtifactError: a kernel file is not what the manifest says. CapabilityError: no such backend here.
     """
     import torch
 
@@ -68,7 +71,7 @@ def choose_compute(device: str, directory: Path, kernels: Sequence[Mapping[str, 
     kernel_set = open_kernels(directory / "kernels", kernels, torch.cuda.get_device_capability())
     torch.cuda.current_stream()  # binding needs the context
     kernel_set.bind()
-    choice = choose_backend(torch.device(device), torch.bfloat16)
+    choice = choose_backend(torch.device(device), torch.bfloat16, attention_backend)
     short = AttentionChoice("flash", "no plan per length", rest=("efficient", "math"))
     found = f"{len(kernel_set)} precompiled for {kernel_set.architecture}"
     return Compute(

@@ -156,6 +156,13 @@ class Family(Protocol):
         """Run every kind of work of a waiting request's conditioner once, on weights of zeros, on any thread."""
         ...
 
+    def warm_up_denoiser(self, prepared: Prepared, compute: Compute, items: Sequence[str]) -> None:
+        """Pay for the first evaluation of a waiting request; `items`: of `runtime.settings`, `warm_up`.
+
+        Raises: RequestError: an item that the family does not have.
+        """
+        ...
+
     def start(self, prepared: Prepared, weights: WeightSource, compute: Compute) -> Job: ...
 
 

@@ -19,7 +19,7 @@ from runtime.startup import Graph, Node, Results
 from runtime.timeline import Timeline
 
 if TYPE_CHECKING:
-    from loader.manifest import Manifest
+    from loader.manifest import GroupRecord, Manifest
     from loader.options import StreamOptions
     from loader.reader_link import ChildReader
     from loader.stream import WeightStream
@@ -95,6 +95,12 @@ class WorkerStart:
                 "conditioner warm-up",
                 self.warm_up_conditioner,
                 needs=("compute", "request"),
+                thread="libraries",
+            ),
+            Node(
+                "denoiser warm-up",
+                self.warm_up_denoiser,
+                needs=("conditioner warm-up",),
                 thread="libraries",
             ),
         ]
@@ -231,7 +237,8 @@ class WorkerStart:
     def compute(self, results: Results) -> Compute:
         from runtime.compute import choose_compute
 
-        compute = choose_compute(self.device, self.directory, results["manifest"].kernels)
+        backend = self.settings.attention
+        compute = choose_compute(self.device, self.directory, results["manifest"].kernels, backend)
         self.timeline.note(**compute.facts)
         return compute
 
@@ -245,6 +252,28 @@ class WorkerStart:
         if self.device == "cuda" and results["request"] is not None:
             results["family"].warm_up_conditioner(results["request"], results["compute"])
 
+    def warm_up_denoiser(self, results: Results) -> None:
+        """The same for its first evaluation, on the conditioner's thread after it, if weights are still to come.
+
+        By default only while at least a fifth of the groups before the first evaluation are missing: the conditioner
+        waits for those anyway, and begins when this is done.
+        """
+        if self.device != "cuda" or results["request"] is None:
+            return
+        items = warm_up_items(self.settings.warm_up)
+        if self.settings.warm_up == "all" and not self.has_time(
+            results["request"].order, results["manifest"]
+        ):
+            items = ()
+        self.timeline.note(warm_up=list(items))
+        results["family"].warm_up_denoiser(results["request"], results["compute"], items)
+
+    def has_time(self, order: str, manifest: Manifest) -> bool:
+        assert self.weights is not None, "the load has started"
+        self.weights.ensure(manifest.orders[order])
+        groups = _entry_groups(manifest, manifest.orders[order])
+        return 5 * sum(not self.weights.is_ready(group.name) for group in groups) > len(groups)
+
     def engine(self, results: Results) -> Engine:
         from runtime.engine import Engine
 
@@ -252,13 +281,24 @@ class WorkerStart:
         return Engine(self.settings, self.timeline, manifest, family, results["load"], results["compute"])
 
 
+def warm_up_items(setting: str) -> tuple[str, ...]:
+    """What `warm_up` of the settings asks for; `all` leaves out what another item covers."""
+    if setting in ("all", "none"):
+        return ("memory", "step") if setting == "all" else ()
+    return tuple(item.strip() for item in setting.split(",") if item.strip())
+
+
 def _entry_bytes(manifest: Manifest, order: Sequence[str]) -> int:
     """Bytes of the groups that come before the first entry into the denoiser's blocks."""
+    return sum(group.end - group.start for group in _entry_groups(manifest, order))
+
+
+def _entry_groups(manifest: Manifest, order: Sequence[str]) -> list[GroupRecord]:
     groups = [manifest.groups[name] for name in order]
     first_block = next(
         (i for i, group in enumerate(groups) if group.name.startswith("transformer/blocks.")), 0
     )
-    return sum(group.end - group.start for group in groups[:first_block])
+    return groups[:first_block]
 
 
 def choose_device(wanted: str) -> str:

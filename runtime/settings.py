@@ -39,6 +39,9 @@ class Settings:
         encoder_preset: of that codec; the fastest by default, since the last unit's encoding is waited for.
         encoder_crf: constant quality, 0 to 51, lower is better.
         torch_trims: shortcuts of `import torch` to take, comma separated; `all` or `none`.
+        attention: backend of the denoiser on a GPU; `auto` takes cuDNN, another name that one or none.
+        warm_up: what of the first evaluation is paid behind the load: `all` as far as there is time, `none`, or some of
+            memory, products, step, comma separated.
         cpu_threads: torch's threads on the CPU; 0: torch's own choice.
         log_level: of the JSON log on stderr.
     """
@@ -61,6 +64,8 @@ class Settings:
     encoder_preset: str = "ultrafast"
     encoder_crf: int = 18
     torch_trims: str = "all"
+    attention: str = "auto"
+    warm_up: str = "all"
     cpu_threads: int = 0
     log_level: str = "INFO"
 
@@ -71,6 +76,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "verify": ("edges", "full", "auto"),
     "encoder_codec": ("libx264", "h264_nvenc"),
     "host_reader": ("shared", "own"),
+    "attention": ("auto", "cudnn", "flash", "flash3", "efficient", "math"),
     "loader_path": ("", "U", "A", "B", "C", "D", "E"),
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -111,6 +111,9 @@ class FamilyOnRanks:
         self._family.warm_up_on_ranks(prepared, compute, silent, self._hold, self._is_sharded)
 
     def warm_up_conditioner(self, prepared: Prepared, compute: Compute) -> None:
+        """Nothing: `warm_up` covers it."""
+
+    def warm_up_denoiser(self, prepared: Prepared, compute: Compute, items: Sequence[str]) -> None:
         """Nothing: `warm_up` covers it."""
 
     def start(self, prepared: Prepared, weights: WeightSource, compute: Compute) -> RankJob:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,6 +104,11 @@ class MiniMaxH3:
         from runtime.families.minimax_h3.model.warm_up import condition_on_zeros
 
         condition_on_zeros(self._job_input(prepared), self._manifest, compute, self._make_job(compute))
+
+    def warm_up_denoiser(self, prepared: Prepared, compute: Compute, items: Sequence[str]) -> None:
+        from runtime.families.minimax_h3.model.warm_denoiser import warm_denoiser
+
+        warm_denoiser(self._job_input(prepared), self._manifest, compute, items)
 
     def _make_job(self, compute: Compute) -> MakeJob:
         from runtime.families.minimax_h3.model.job import H3Job
