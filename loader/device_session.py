@@ -6,6 +6,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from loader.arena import DeviceArena, allocate_arena
 from loader.budget import RingChoice
@@ -17,6 +18,10 @@ from loader.progress import LoadProgress
 from loader.reader_link import ReaderLink, ThreadReader
 from loader.ring import Ring
 
+if TYPE_CHECKING:
+    from loader.codec.unpack_plan import UnpackPlan
+    from loader.codec.unpacker import Unpacker
+
 
 class DeviceSession:
     """Made on the uploader's thread.
@@ -26,6 +31,7 @@ class DeviceSession:
         begin: starts a reader on the plan and gives it all slots.
         adopt: tells everyone else that a reader is in use.
         path: "A" … "D"; `may_fall` = a refusal may choose a lower one.
+        unpack: what unpacking the plan takes; None where nothing is coded.
     Raises: CapabilityError: no device, or its memory is short (names both numbers).
     """
 
@@ -42,10 +48,13 @@ class DeviceSession:
         path: str,
         may_fall: bool,
         reserve_bytes: int,
+        unpack: UnpackPlan | None = None,
     ) -> None:
         self.path = path
         self.is_broken = False
         self.arenas: dict[int, DeviceArena] = {}
+        self.unpacker: Unpacker | None = None
+        self._unpack = unpack
         self._choice = choice
         self._begin, self._adopt = begin, adopt
         self._progress = progress
@@ -85,19 +94,29 @@ class DeviceSession:
         self.context = self.driver.retain_context(ordinal)
         self.driver.use_context(self.context)
         self._progress.mark("cuda context", start)
+        beside = 0
+        if self._unpack is not None:
+            from loader.codec.unpacker import Unpacker
+
+            self.unpacker = Unpacker(self.driver, self._unpack)
+            beside = self.unpacker.sizes.device_bytes
         free, total = self.driver.memory_info()
-        if plan.arena_bytes + reserve_bytes > free:
+        if plan.arena_bytes + beside + reserve_bytes > free:
             raise CapabilityError(
                 "device memory is short",
                 where=f"cuda:{ordinal}",
                 found=f"{free} of {total} bytes free",
-                expected=f"{plan.arena_bytes} bytes of arenas and {reserve_bytes} in reserve",
+                expected=f"{plan.arena_bytes} bytes of arenas, {beside} to unpack in and {reserve_bytes} in reserve",
                 hint="stop what else holds the card, or load fewer groups",
             )
         start = time.monotonic_ns()
         for index, arena in enumerate(plan.arenas):
             self.arenas[index] = allocate_arena(arena.name, arena.bytes, self.driver, self.context)
         self._stream = self.driver.stream_create()
+        if self.unpacker is not None:
+            self.unpacker.open(
+                [self.arenas[index].pointer for index in range(len(plan.arenas))], self._stream
+            )
         self._progress.mark("device arenas", start, size=plan.arena_bytes)
         if self._link is None:
             self._use_driver_memory()
@@ -169,6 +188,8 @@ class DeviceSession:
             try:
                 self.driver.stream_synchronize(self._stream)
                 self.driver.stream_destroy(self._stream)
+                if self.unpacker is not None:
+                    self.unpacker.close()
             except WorkerError:
                 self.is_broken = True  # a sticky error: the context is of no use to anyone
                 if not is_failed:

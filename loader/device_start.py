@@ -9,12 +9,13 @@ from loader import reader as wire
 from loader.collector import Patience, Transport
 from loader.cuda_library import CudaLibrary
 from loader.device_session import DeviceSession
+from loader.devices import device_ordinal
 from loader.driver import CudaDriver
 from loader.errors import CapabilityError
 from loader.intake import Intake
 from loader.ladder import open_device_reader, open_uploader
 from loader.load_plan import LoadPlan, recut
-from loader.options import StreamOptions, device_ordinal
+from loader.options import StreamOptions
 from loader.plan_wire import VERIFY_LEVELS, ReadSettings, encode_plan
 from loader.progress import LoadProgress
 from loader.reader_link import ChildReader, ReaderLink, spawn_reader
@@ -141,7 +142,9 @@ class _DeviceLoad:
         try:
             link = self._child_reader()
             self._begin(link)
-            work = work_of(self.plan, self.choice.slots, self.choice.slot_bytes, self.options.reserve_bytes)
+            work = work_of(
+                self.plan, self.choice.slots, self.choice.slot_bytes, self.options.reserve_bytes, self.options.staging_slots
+            )  # fmt: skip
             process.begin(work.encode(), link.shared_fds())
             link.drop_pool()
             return link
@@ -163,10 +166,16 @@ class _DeviceLoad:
         if link is not None:
             self._adopt(link)
 
+        unpack = None
+        if self.plan.codec is not None:
+            from loader.codec.unpack_plan import unpack_plan_of
+
+            unpack = unpack_plan_of(self.plan, self.choice.slot_bytes, options.staging_slots)
+
         def open_session() -> DeviceSession:
             return DeviceSession(
                 self.plan, lambda: options.driver or CudaDriver(), self.ordinal, self.choice, link, self._begin,
-                self._adopt, self.progress, path, options.path is None, options.reserve_bytes,
+                self._adopt, self.progress, path, options.path is None, options.reserve_bytes, unpack,
             )  # fmt: skip
 
         return Uploader(

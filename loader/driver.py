@@ -14,6 +14,7 @@ from loader.errors import CapabilityError, InternalError
 
 if TYPE_CHECKING:
     from loader.arena import DeviceArena
+    from loader.codec.unpacker import PieceCodec
 
 _REGISTER_PORTABLE = 1
 _STREAM_NON_BLOCKING = 1
@@ -86,6 +87,14 @@ class Driver(Protocol):
 
         Pageable memory is staged by the driver: slower, the same rules.
         """
+        ...
+
+    def copy_back_async(self, target: int, source: int, size: int, stream: int) -> None:
+        """Device to host; `target` is whole when an event recorded after it is complete."""
+        ...
+
+    def open_codec(self) -> PieceCodec:
+        """The library that unpacks coded pieces; a context is current. Raises: CapabilityError: it is missing."""
         ...
 
     def event_create(self) -> int: ...
@@ -309,6 +318,16 @@ class CudaDriver:
         self._check(
             "cuMemcpyHtoDAsync", self._cu.cuMemcpyHtoDAsync(target, source, size, self._cu.CUstream(stream))
         )
+
+    def copy_back_async(self, target: int, source: int, size: int, stream: int) -> None:
+        self._check(
+            "cuMemcpyDtoHAsync", self._cu.cuMemcpyDtoHAsync(target, source, size, self._cu.CUstream(stream))
+        )
+
+    def open_codec(self) -> PieceCodec:
+        from loader.codec.nvcomp import Nvcomp
+
+        return Nvcomp()
 
     def event_create(self) -> int:
         return int(self._check("cuEventCreate", self._cu.cuEventCreate(_EVENT_DISABLE_TIMING)))

@@ -47,9 +47,9 @@ def host_plan(plans: Sequence[LoadPlan]) -> HostPlan:
     tensors: dict[str, PlanTensor] = {}
     for plan in plans:
         for name, tensor in plan.tensors.items():
-            tensors.setdefault(name, replace(tensor, arena=-1))
+            tensors.setdefault(name, tensor._replace(arena=-1))
     everything = {
-        _key(chunk): chunk._replace(pieces=(), groups=()) for plan in plans for chunk in plan.chunks
+        _key(chunk): chunk._replace(pieces=(), groups=(), coded=()) for plan in plans for chunk in plan.chunks
     }
     base = replace(
         first, arenas=(), runs=(), groups=(), tensors=tensors, chunks=tuple(everything[key] for key in order)

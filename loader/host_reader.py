@@ -89,7 +89,8 @@ class HostReader:
         cpus = budget.cpu_count()
         threads = options.threads or budget.reader_threads(cpus.value).value
         smallest = min(
-            sum(len(chunk.pieces) and chunk.bytes for chunk in plan.chunks) for plan in shared.members
+            sum([chunk.bytes for chunk in plan.chunks if chunk.pieces or chunk.coded])
+            for plan in shared.members
         )
         choice = budget.choose_ring(
             threads,

@@ -131,7 +131,7 @@ class Intake:
             for tensor in (*self._plan.tensors.values(), *self._plan.tables.values())
             if self._wire_plan.file_numbers.get(tensor.file) == number
             and tensor.file_offset < offset + size
-            and offset < tensor.file_offset + tensor.bytes
+            and offset < tensor.file_offset + tensor.stored[0]
         ]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return f": {', '.join(names[:3])}{more}" if names else ""

@@ -9,11 +9,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from loader.errors import ArtifactError, InternalError
 from loader.header import PAGE_BYTES, round_up
-from loader.manifest import CHUNK_BYTES, Manifest, TensorRecord
+from loader.manifest import CHUNK_BYTES, Manifest, TensorRecord, local_name
+
+if TYPE_CHECKING:
+    from loader.codec.records import CodecRecord, CodedRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +40,17 @@ class PlanArena:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A range of a file (absolute offset) that is needed, and its place in an arena."""
+    """A range of a file (absolute offset) that is needed, and its place in an arena.
+
+    `coded`: number of the coded tensor that it is, -1 for bytes that are copied as they are.
+    """
 
     file: int
     offset: int
     bytes: int
     arena: int
     arena_offset: int
+    coded: int = -1
 
 
 class Piece(NamedTuple):  # thousands of them are on the way to the first read: cheaper than a dataclass
@@ -55,8 +62,19 @@ class Piece(NamedTuple):  # thousands of them are on the way to the first read: 
     arena_offset: int
 
 
+class CodedSpan(NamedTuple):
+    """Consecutive pieces of a coded tensor: its number in the plan, first piece, number of pieces."""
+
+    tensor: int
+    first: int
+    pieces: int
+
+
 class PlanChunk(NamedTuple):
-    """One read of `bytes` at `offset` of a file. `block`: index of the digest that covers it, -1 for none."""
+    """One read of `bytes` at `offset` of a file. `block`: index of the digest that covers it, -1 for none.
+
+    `pieces` are copied to their arena, those of `coded` are unpacked into it.
+    """
 
     file: int
     offset: int
@@ -64,11 +82,14 @@ class PlanChunk(NamedTuple):
     block: int
     pieces: tuple[Piece, ...]
     groups: tuple[int, ...]
+    coded: tuple[CodedSpan, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PlanTensor:
-    """A tensor to hand out. `local_name`: its name inside its file. `arena` is -1 for tables, which are gathered."""
+class PlanTensor(NamedTuple):
+    """A tensor to hand out. `local_name`: its name inside its file. `arena` is -1 for tables, which are gathered.
+
+    `bytes`, `head`, `tail` are those of the tensor as it is handed out, `stored` has those of the file.
+    """
 
     name: str
     local_name: str
@@ -81,6 +102,14 @@ class PlanTensor:
     arena_offset: int
     head: str
     tail: str
+    coded: CodedRecord | None = None
+
+    @property
+    def stored(self) -> tuple[int, str, str]:
+        """(bytes, digest of the first KiB, of the last one) in the file."""
+        if self.coded is None:
+            return self.bytes, self.head, self.tail
+        return self.coded.bytes, self.coded.head, self.coded.tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +130,7 @@ class LoadPlan:
 
     `hold`: index of the first group that waits for `WeightStream.release()`; None = nothing waits.
     `is_moved`: tensors of plain files were moved to aligned places (correct, slower).
+    `codec`: how the tensors named `coded` are stored; a `CodedSpan` has an index of that list.
     """
 
     files: tuple[PlanFile, ...]
@@ -114,10 +144,12 @@ class LoadPlan:
     rank: int = 0
     hold: int | None = None
     is_moved: bool = False
+    codec: CodecRecord | None = None
+    coded: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that are read: tensors and pads."""
+        """Bytes that are read: tensors as stored, and pads."""
         return sum(chunk.bytes for chunk in self.chunks)
 
     @property
@@ -181,6 +213,8 @@ def plan_load(
             members[record.group].append(record)
     arenas, bases, runs = _place(manifest, groups)
     tensors = {record.name: _tensor(manifest, record, bases) for name in groups for record in members[name]}
+    coded = tuple(tensor.name for tensor in tensors.values() if tensor.coded is not None)
+    runs += _runs_of_tensors(manifest, tensors, coded)
     plan_groups = []
     for name in groups:
         source = manifest.groups[name]
@@ -202,6 +236,8 @@ def plan_load(
         chunk_bytes=chunk_bytes,
         rank=rank,
         hold=None if hold is None else list(groups).index(hold) if hold in groups else -1,
+        codec=manifest.codec if coded else None,
+        coded=coded,
     )
     if plan.hold == -1:
         raise InternalError("hold names a group outside the plan", where="hold", found=hold)
@@ -215,26 +251,31 @@ def recut(plan: LoadPlan, chunk_bytes: int) -> LoadPlan:
             "chunk size is impossible", found=chunk_bytes, expected=f"a multiple of {PAGE_BYTES}"
         )
     runs = _runs_by_file(plan.runs)
-    by_file = {file: _cuts(plan.files[file], mine, chunk_bytes) for file, mine in runs.items()}
-    order: list[tuple[int, int, int]] = []
-    position: dict[tuple[int, int], int] = {}
+    by_file = {
+        file: _coded_chunks(plan, file, mine, chunk_bytes)
+        if any(run.coded >= 0 for run in mine)
+        else _chunks_of_file(plan.files[file], file, mine, chunk_bytes)
+        for file, mine in runs.items()
+    }
+    order: list[PlanChunk] = []
     touched: list[list[int]] = []
+    position: dict[tuple[int, int], int] = {}
     groups = []
     for index, group in enumerate(plan.groups):
-        mine: set[int] = set()
+        mine: dict[int, None] = {}  # a group may have many ranges in one chunk
         for file, start, end in group.ranges:
-            for cut in _overlapping(by_file.get(file, []), start, end):
-                place = position.setdefault((file, cut[0]), len(order))
+            for chunk in _overlapping(by_file.get(file, []), start, end):
+                place = position.setdefault((file, chunk.offset), len(order))
                 if place == len(order):
-                    order.append((file, *cut))
+                    order.append(chunk)
                     touched.append([])
-                if place not in mine:  # a group may have many ranges in one chunk
-                    mine.add(place)
-                    touched[place].append(index)
+                mine[place] = None
+        for place in mine:
+            touched[place].append(index)
         groups.append(replace(group, chunks=tuple(sorted(mine))))
     chunks = tuple(
-        _chunk(plan.files[file], file, start, end, runs[file], tuple(touched[place]))
-        for place, (file, start, end) in enumerate(order)
+        PlanChunk(file, offset, size, block, pieces, tuple(groups_of), coded)
+        for (file, offset, size, block, pieces, _, coded), groups_of in zip(order, touched, strict=True)
     )
     return replace(plan, chunks=chunks, groups=tuple(groups), chunk_bytes=chunk_bytes)
 
@@ -244,12 +285,13 @@ def _place(
 ) -> tuple[tuple[PlanArena, ...], dict[int, tuple[int, int]], tuple[Run, ...]]:
     """Arenas of the components in use, per file (arena, arena offset of data offset 0), and the needed runs.
 
-    The arena holds of each file the part from its first to its last needed byte, on page borders.
+    The arena holds of each file the part from its first to its last needed byte, on page borders and as decoded; runs
+    of files with coded tensors are not among these.
     """
     needed: dict[int, list[tuple[int, int]]] = {}
     for name in groups:
         group = manifest.groups[name]
-        needed.setdefault(group.file, []).append((group.start, group.end))
+        needed.setdefault(group.file, []).append((group.place, group.place_end))
     components: list[str] = list(dict.fromkeys(manifest.groups[name].component for name in groups))
     arenas: list[PlanArena] = []
     bases: dict[int, tuple[int, int]] = {}
@@ -262,10 +304,23 @@ def _place(
                 continue
             first, data_start = spans[0][0], manifest.files[file].data_start or 0
             bases[file] = (index, size - first)
-            runs += [Run(file, data_start + a, b - a, index, size - first + a) for a, b in spans]
+            if manifest.files[file].decoded_bytes is None:
+                runs += [Run(file, data_start + a, b - a, index, size - first + a) for a, b in spans]
             size += round_up(spans[-1][1] - first, PAGE_BYTES)
         arenas.append(PlanArena(component, size))
     return tuple(arenas), bases, tuple(runs)
+
+
+def _runs_of_tensors(
+    manifest: Manifest, tensors: Mapping[str, PlanTensor], coded: Sequence[str]
+) -> tuple[Run, ...]:
+    """The tensors of files in which some are coded: there, stored and decoded places differ."""
+    numbers = {name: number for number, name in enumerate(coded)}
+    return tuple(
+        Run(t.file, t.file_offset, t.stored[0], t.arena, t.arena_offset, numbers.get(t.name, -1))
+        for t in tensors.values()
+        if t.bytes and manifest.files[t.file].decoded_bytes is not None
+    )
 
 
 def _merge(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -280,19 +335,20 @@ def _merge(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _tensor(manifest: Manifest, record: TensorRecord, bases: Mapping[int, tuple[int, int]]) -> PlanTensor:
-    arena, base = bases.get(record.file, (-1, -record.offset))
+    arena, base = bases.get(record.file, (-1, -record.place))
     return PlanTensor(
         name=record.name,
-        local_name=manifest.local_name(record.name),
+        local_name=local_name(record.name, record.group),
         dtype=record.dtype,
         shape=record.shape,
         bytes=record.bytes,
         file=record.file,
         file_offset=(manifest.files[record.file].data_start or 0) + record.offset,
         arena=arena,
-        arena_offset=base + record.offset,
+        arena_offset=base + record.place,
         head=record.head,
         tail=record.tail,
+        coded=record.coded,
     )
 
 
@@ -325,27 +381,42 @@ def _cuts(file: PlanFile, runs: Sequence[Run], chunk_bytes: int) -> list[tuple[i
     return cuts
 
 
-def _chunk(
-    file: PlanFile, index: int, start: int, end: int, runs: Sequence[Run], groups: tuple[int, ...]
-) -> PlanChunk:
-    pieces = []
-    first = max(bisect_right(runs, start, key=lambda run: run.offset) - 1, 0)
-    for place in range(first, len(runs)):
-        run = runs[place]
-        if run.offset >= end:
-            break
-        low, high = max(start, run.offset), min(end, run.offset + run.bytes)
-        if low < high:
-            pieces.append(Piece(low - start, high - low, run.arena, run.arena_offset + low - run.offset))
-    block = (start - file.data_start) // file.digest_bytes if file.digest_bytes else -1
-    return PlanChunk(index, start, end - start, block, tuple(pieces), groups)
+def _chunks_of_file(file: PlanFile, index: int, runs: Sequence[Run], chunk_bytes: int) -> list[PlanChunk]:
+    """One file's chunks in file order, without their groups. `runs`: sorted by offset."""
+    chunks = []
+    first = 0  # run that holds the chunk's first byte
+    for start, end in _cuts(file, runs, chunk_bytes):
+        run = runs[first]
+        while run.offset + run.bytes <= start:
+            first += 1
+            run = runs[first]
+        pieces = [
+            Piece(
+                0, min(end, run.offset + run.bytes) - start, run.arena, run.arena_offset + start - run.offset
+            )
+        ]
+        place = first
+        while (done := run.offset + run.bytes) < end:
+            place += 1
+            run = runs[place]
+            pieces.append(Piece(done - start, min(end, done + run.bytes) - done, run.arena, run.arena_offset))
+        block = (start - file.data_start) // file.digest_bytes if file.digest_bytes else -1
+        chunks.append(PlanChunk(index, start, end - start, block, tuple(pieces), ()))
+    return chunks
 
 
-def _overlapping(cuts: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[tuple[int, int]]:
-    """The chunks of one file (first byte, end) that touch a range."""
-    first = max(bisect_right(cuts, start, key=lambda cut: cut[0]) - 1, 0)
-    for place in range(first, len(cuts)):
-        if cuts[place][0] >= end:
+def _coded_chunks(plan: LoadPlan, file: int, runs: Sequence[Run], chunk_bytes: int) -> list[PlanChunk]:
+    from loader.codec.cut import coded_chunks  # here: most directories have nothing coded
+
+    return coded_chunks(plan, file, runs, chunk_bytes)
+
+
+def _overlapping(chunks: Sequence[PlanChunk], start: int, end: int) -> Iterator[PlanChunk]:
+    """The chunks of one file that touch a range."""
+    first = max(bisect_right(chunks, start, key=lambda chunk: chunk.offset) - 1, 0)
+    for place in range(first, len(chunks)):
+        chunk = chunks[place]
+        if chunk.offset >= end:
             return
-        if cuts[place][1] > start:
-            yield cuts[place]
+        if chunk.offset + chunk.bytes > start:
+            yield chunk

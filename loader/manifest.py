@@ -13,15 +13,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 from loader.errors import ArtifactError
 from loader.fields import Fields
 from loader.header import DTYPE_BYTES, PAGE_BYTES, TENSOR_ALIGN_BYTES, round_up, tensor_bytes
 from loader.strict_json import load_json
 
+if TYPE_CHECKING:
+    from loader.codec.records import CodecRecord, CodedRecord
+
 MANIFEST_NAME = "manifest.json"
 FORMAT_NAME = "coldframe-manifest"
 FORMAT_MAJOR = 1
+CODED_MAJOR = 2  # a directory with coded weights, which readers of the first do not know
 CHUNK_BYTES = 16 << 20
 EDGE_BYTES = 1024
 _MAX_MANIFEST_BYTES = 256 << 20
@@ -29,7 +34,10 @@ _MAX_MANIFEST_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file of the directory. `data_start`, `chunk_bytes` are None for files that are not safetensors."""
+    """One file of the directory. `data_start`, `chunk_bytes` are None for files that are not safetensors.
+
+    `decoded_bytes`: of the data section if nothing in it were coded; None = nothing is.
+    """
 
     path: str
     size: int
@@ -37,15 +45,25 @@ class FileRecord:
     data_start: int | None
     chunk_bytes: int | None
     chunks: tuple[str, ...]
+    decoded_bytes: int | None = None
 
     @property
     def data_bytes(self) -> int:
         return 0 if self.data_start is None else self.size - self.data_start
 
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes that the whole data section takes in an arena."""
+        return self.data_bytes if self.decoded_bytes is None else self.decoded_bytes
 
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
-    """One tensor. `offset` is in the data section of `file`; `head`, `tail` are SHA-256 of its first and last KiB."""
+
+class TensorRecord(
+    NamedTuple
+):  # thousands of them are on the way to the first read: cheaper than a dataclass
+    """One tensor. `offset` is in the data section of `file`; `head`, `tail` are SHA-256 of its first and last KiB.
+
+    `bytes`, `head`, `tail`: as decoded. `place`: offset in the decoded data section; `offset` where nothing is coded.
+    """
 
     name: str
     file: int
@@ -56,11 +74,17 @@ class TensorRecord:
     group: str | None
     head: str
     tail: str
+    place: int
+    coded: CodedRecord | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.bytes if self.coded is None else self.coded.bytes
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """What compute waits for together: a range of one file's data section."""
+    """What compute waits for together: a range of one file's data section, as stored and (`place`) as decoded."""
 
     name: str
     component: str
@@ -68,6 +92,8 @@ class GroupRecord:
     start: int
     end: int
     needed_by: str
+    place: int
+    place_end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +141,7 @@ class Manifest:
     orders: Mapping[str, tuple[str, ...]]
     kernels: tuple[Mapping[str, object], ...]
     plans: tuple[Mapping[str, object], ...]
+    codec: CodecRecord | None = None
 
     def order(self, task: str, schedule: str) -> tuple[str, ...]:
         """Group names of one task and schedule in order of use. Raises: ArtifactError naming what is prepared."""
@@ -193,15 +220,20 @@ def read_manifest(directory: Path, pinned_sha256: str | None = None) -> Manifest
 def parse_manifest(data: bytes, directory: Path, digest: str) -> Manifest:
     """Check manifest bytes; links are resolved against `directory`. Raises: ArtifactError."""
     top = Fields(load_json(data, MANIFEST_NAME), MANIFEST_NAME)
-    _check_format(top.text("format"))
+    major = _check_format(top.text("format"))
     files = tuple(_file(item) for item in top.items("files"))
     extras = [item for name in ("kernels", "plans") for item in top.items(name) if "path" in item.raw]
     _check_paths([file.path for file in files] + [item.text("path") for item in extras], directory)
     _refuse_repeats("file", [file.path for file in files])
+    codec = None
+    if major == CODED_MAJOR:
+        from loader.codec.records import read_codec  # here and below: most directories have nothing coded
+
+        codec = read_codec(Fields(dict(top.mapping("codec")), f"{MANIFEST_NAME}: codec"), files, directory)
     group_list = [_group(item, files) for item in top.items("groups")]
     _refuse_repeats("group", [group.name for group in group_list])
     groups = {group.name: group for group in group_list}
-    tensors = {name: _tensor(name, item, files, groups) for name, item in top.entries("tensors")}
+    tensors = {name: _tensor(name, item, files, groups, codec) for name, item in top.entries("tensors")}
     components = {name: _component(name, item, files) for name, item in top.entries("components")}
     _check_ownership(files, tensors, groups, components)
     _check_overlaps(files, tensors, groups)
@@ -231,20 +263,23 @@ def parse_manifest(data: bytes, directory: Path, digest: str) -> Manifest:
         ),
         kernels=tuple(item.raw for item in top.items("kernels")),
         plans=tuple(item.raw for item in top.items("plans")),
+        codec=codec,
     )
 
 
-def _check_format(text: str) -> None:
+def _check_format(text: str) -> int:
+    """The major version. Raises: ArtifactError: an unknown one."""
     name, _, version = text.partition("/")
     major = version.partition(".")[0]
-    if name != FORMAT_NAME or major != str(FORMAT_MAJOR):
+    if name != FORMAT_NAME or major not in (str(FORMAT_MAJOR), str(CODED_MAJOR)):
         raise ArtifactError(
             "unknown format",
             where=f"{MANIFEST_NAME}: format",
             found=repr(text),
-            expected=f"{FORMAT_NAME}/{FORMAT_MAJOR}",
+            expected=f"{FORMAT_NAME}/{FORMAT_MAJOR} or {FORMAT_NAME}/{CODED_MAJOR} (coded)",
             hint="prepare the checkpoint again with this version",
         )
+    return int(major)
 
 
 def _file(item: Fields) -> FileRecord:
@@ -265,7 +300,8 @@ def _file(item: Fields) -> FileRecord:
     expected = -(-(size - start) // chunk_bytes)
     if len(chunks) != expected:
         raise item.error("chunks", f"{len(chunks)} digests", f"{expected} for {size - start} bytes of data")
-    return FileRecord(path, size, item.digest("sha256"), start, chunk_bytes, chunks)
+    decoded = None if item.raw.get("decoded_bytes") is None else item.count("decoded_bytes")
+    return FileRecord(path, size, item.digest("sha256"), start, chunk_bytes, chunks, decoded)
 
 
 def _check_paths(paths: list[str], directory: Path) -> None:
@@ -309,11 +345,20 @@ def _group(item: Fields, files: tuple[FileRecord, ...]) -> GroupRecord:
             f"{start}, {end}",
             f"start a multiple of {PAGE_BYTES}, start < end <= {files[index].data_bytes}",
         )
-    return GroupRecord(name, component, index, start, end, item.text("needed_by"))
+    place, place_end = start, end
+    if files[index].decoded_bytes is not None:
+        place, place_end = item.count("place"), item.count("place_end")
+        if place % PAGE_BYTES or not place < place_end <= files[index].arena_bytes:
+            raise item.error("place", f"{place}..{place_end}", f"pages inside {files[index].arena_bytes}")
+    return GroupRecord(name, component, index, start, end, item.text("needed_by"), place, place_end)
 
 
 def _tensor(
-    name: str, item: Fields, files: tuple[FileRecord, ...], groups: Mapping[str, GroupRecord]
+    name: str,
+    item: Fields,
+    files: tuple[FileRecord, ...],
+    groups: Mapping[str, GroupRecord],
+    codec: CodecRecord | None,
 ) -> TensorRecord:
     index, dtype, shape = _file_index(item, files), item.text("dtype"), item.counts("shape")
     offset, size = item.count("offset"), item.count("bytes")
@@ -323,19 +368,37 @@ def _tensor(
         raise item.error("dtype", repr(dtype), ", ".join(DTYPE_BYTES))
     if tensor_bytes(dtype, shape) != size:
         raise item.error("bytes", size, f"{tensor_bytes(dtype, shape)} for {dtype} {list(shape)}")
-    if offset % TENSOR_ALIGN_BYTES or offset + size > files[index].data_bytes:
+    coded = None
+    if item.raw.get("coded") is not None:
+        from loader.codec.records import read_coded
+
+        coded = read_coded(Fields(item.raw["coded"], f"{item.where}: coded"), offset, size, codec)
+    stored = size if coded is None else coded.bytes
+    if offset % TENSOR_ALIGN_BYTES or offset + stored > files[index].data_bytes:
         raise item.error(
             "offset",
             offset,
             f"a multiple of {TENSOR_ALIGN_BYTES} with all bytes inside {files[index].data_bytes}",
         )
+    place = offset if files[index].decoded_bytes is None else item.count("place")
+    if place % TENSOR_ALIGN_BYTES or place + size > files[index].arena_bytes:
+        raise item.error("place", place, f"a multiple of {TENSOR_ALIGN_BYTES} with all bytes inside")
     group = None if item.raw.get("group") is None else item.text("group")
     if group is not None:
         owner = groups.get(group)
-        if owner is None or owner.file != index or not owner.start <= offset <= offset + size <= owner.end:
+        if owner is None or owner.file != index or not _holds(owner, offset, stored, place, size):
             raise item.error("group", repr(group), "a group whose range holds the tensor")
+    if coded is not None and (group is None or files[index].decoded_bytes is None):
+        raise item.error("coded", "a table or a tensor of a file without decoded_bytes", "a streamed tensor")
     return TensorRecord(
-        name, index, dtype, shape, offset, size, group, item.digest("head"), item.digest("tail")
+        name, index, dtype, shape, offset, size, group, item.digest("head"), item.digest("tail"), place, coded
+    )
+
+
+def _holds(group: GroupRecord, offset: int, stored: int, place: int, size: int) -> bool:
+    return (
+        group.start <= offset <= offset + stored <= group.end
+        and group.place <= place <= place + size <= group.place_end
     )
 
 
@@ -345,7 +408,7 @@ def _component(name: str, item: Fields, files: tuple[FileRecord, ...]) -> Compon
         index >= len(files) or files[index].data_start is None for index in indexes
     ):
         raise item.error("files", list(indexes), "distinct indexes of safetensors files")
-    expected = arena_bytes([files[index].data_bytes for index in indexes])
+    expected = arena_bytes([files[index].arena_bytes for index in indexes])
     if size != expected:
         raise item.error("bytes", size, f"{expected}, the data sections rounded up to {PAGE_BYTES} each")
     return ComponentRecord(name, indexes, size)
@@ -384,9 +447,16 @@ def _check_overlaps(
     files: tuple[FileRecord, ...], tensors: Mapping[str, TensorRecord], groups: Mapping[str, GroupRecord]
 ) -> None:
     spans = {
-        "tensors": [(t.file, t.offset, t.offset + t.bytes, t.name) for t in tensors.values() if t.bytes],
+        "tensors": [
+            (t.file, t.offset, t.offset + t.stored_bytes, t.name) for t in tensors.values() if t.bytes
+        ],
         "groups": [(g.file, g.start, g.end, g.name) for g in groups.values()],
     }
+    if any(file.decoded_bytes is not None for file in files):
+        spans["decoded tensors"] = [
+            (t.file, t.place, t.place + t.bytes, t.name) for t in tensors.values() if t.bytes
+        ]
+        spans["decoded groups"] = [(g.file, g.place, g.place_end, g.name) for g in groups.values()]
     for kind, ranges in spans.items():
         ranges.sort()
         for (file, _, end, name), (next_file, start, _, next_name) in pairwise(ranges):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     from loader.driver import Driver
 
 PATHS = ("U", "A", "B", "C", "D", "E")
-_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +24,7 @@ class StreamOptions:
         path: force a rung of the ladder, "U", "A" … "E" (see `loader.ladder`).
         reader: force "child" or "threads".
         ring_bytes, slot_bytes: size of the host ring and of its slots; multiples of 4096.
+        staging_slots: of the device ring that coded weights are unpacked from (None: 24); a slot is `slot_bytes`.
         reserve_bytes: device memory that must stay free besides the arenas.
         storage_gbps: throttle in 10^9 bytes per second, for experiments.
         max_load_s: give up after this time.
@@ -40,6 +39,7 @@ class StreamOptions:
     reader: str | None = None
     ring_bytes: int | None = None
     slot_bytes: int | None = None
+    staging_slots: int | None = None
     reserve_bytes: int = 0
     storage_gbps: float | None = None
     max_load_s: float | None = None
@@ -51,7 +51,7 @@ class StreamOptions:
         _check("verify", self.verify, VERIFY_LEVELS)
         _check("path", self.path, (None, *PATHS))
         _check("reader", self.reader, (None, "child", "threads"))
-        for name in ("threads", "ring_bytes", "slot_bytes", "storage_gbps", "max_load_s"):
+        for name in ("threads", "ring_bytes", "slot_bytes", "staging_slots", "storage_gbps", "max_load_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise CapabilityError("option must be positive", where=name, found=value)
@@ -65,12 +65,3 @@ class StreamOptions:
 def _check(name: str, value: object, allowed: object) -> None:
     if value not in allowed:  # type: ignore[operator]
         raise CapabilityError("unknown option value", where=name, found=repr(value), expected=list(allowed))  # type: ignore[call-overload]
-
-
-def device_ordinal(device: str) -> int:
-    """-1 for "cpu", N for "cuda:N", 0 for "cuda". Raises: CapabilityError."""
-    if not _DEVICE.fullmatch(device):
-        raise CapabilityError(
-            "unknown device", where="device", found=repr(device), expected="cpu, cuda, cuda:<number>"
-        )
-    return -1 if device == "cpu" else int(device.partition(":")[2] or 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from loader import reader as wire
 from loader.load_plan import LoadPlan, PlanChunk, PlanTensor
 from loader.manifest import EDGE_BYTES
 
+_NO_BLOCK = 0xFFFFFFFF  # -1 of the wire's signed field
 VERIFY_LEVELS: Mapping[str, int] = {"edges": wire.EDGES, "full": wire.WHOLE, "auto": wire.AUTO}
 
 
@@ -58,28 +60,29 @@ def encode_plan(plan: LoadPlan, directory: Path, settings: ReadSettings) -> Wire
     names = tuple(plan.tensors) + tuple(plan.tables)
     edges = _edges_by_chunk(plan)
     blocks: dict[tuple[int, int], int] = {}
-    chunk_data, read_data, edge_data = bytearray(), bytearray(), bytearray()
+    chunk_words, read_words, edge_data = array("I"), array("Q"), bytearray()
     reads = edge_count = 0
     bases = arena_bases(plan)
     for index, chunk in enumerate(plan.chunks):
-        parts = list(_reads(chunk, settings.mode, bases))
-        block = -1 if chunk.block < 0 else blocks.setdefault((chunk.file, chunk.block), len(blocks))
-        mine = edges.get(index, [])
-        chunk_data += wire.CHUNK.pack(numbers[chunk.file], reads, len(parts), edge_count, len(mine), block)
-        for part in parts:
-            read_data += wire.READ.pack(*part)
+        file = numbers[chunk.file]
+        parts = _reads(chunk, settings.mode, bases)
+        block = _NO_BLOCK
+        if chunk.block >= 0:
+            block = blocks.setdefault((chunk.file, chunk.block), len(blocks))
+        mine = edges.get(index, ())
+        chunk_words.extend((file, reads, len(parts) // 3, edge_count, len(mine), block))
+        read_words.extend(parts)
         for tensor, offset, size, digest in mine:
-            edge_data += wire.EDGE.pack(numbers[chunk.file], size, offset, tensor, bytes.fromhex(digest))
-        reads, edge_count = reads + len(parts), edge_count + len(mine)
+            edge_data += wire.EDGE.pack(file, size, offset, tensor, bytes.fromhex(digest))
+        reads, edge_count = reads + len(parts) // 3, edge_count + len(mine)
     fault = settings.fault.encode()
     head = wire.HEAD.pack(
         wire.MAGIC, settings.mode, len(used), len(plan.chunks), reads, edge_count, settings.threads, settings.verify,
         len(fault), settings.slot_bytes, settings.pool_bytes, settings.cpus, plan.hold_chunk, len(blocks), settings.most_threads,
         settings.rate,
     )  # fmt: skip
-    data = b"".join(
-        [head, fault, _files(plan, directory, used), chunk_data, read_data, edge_data, _blocks(plan, blocks)]
-    )
+    files, chunk_data, read_data = _files(plan, directory, used), chunk_words.tobytes(), read_words.tobytes()
+    data = b"".join([head, fault, files, chunk_data, read_data, edge_data, _blocks(plan, blocks)])
     return WirePlan(
         data=data,
         files=tuple(plan.files[file].path for file in used),
@@ -98,23 +101,25 @@ def table_edges(table: PlanTensor, file_number: int, tensor_index: int) -> bytes
     )
 
 
-def _reads(chunk: PlanChunk, mode: int, bases: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(file offset, bytes, destination): one read into a slot, or one per piece into the pool."""
+def _reads(chunk: PlanChunk, mode: int, bases: list[int]) -> list[int]:
+    """File offset, bytes and destination of each read: one read into a slot, or one per piece into the pool."""
     if mode != wire.DIRECT:
-        yield chunk.offset, chunk.bytes, 0
-        return
+        return [chunk.offset, chunk.bytes, 0]
+    words: list[int] = []
     for piece in chunk.pieces:
-        yield chunk.offset + piece.offset, piece.bytes, bases[piece.arena] + piece.arena_offset
+        words += (chunk.offset + piece.offset, piece.bytes, bases[piece.arena] + piece.arena_offset)
+    return words
 
 
 def _windows(tensor: PlanTensor) -> Iterator[tuple[int, int, str]]:
-    """(file offset, bytes, digest) of the first and last KiB; one window where they are the same."""
-    size = min(EDGE_BYTES, tensor.bytes)
-    if not size or not tensor.head:
+    """(file offset, bytes, digest) of the first and last KiB as stored; one window where they are the same."""
+    stored, head, tail = tensor.stored
+    size = min(EDGE_BYTES, stored)
+    if not size or not head:
         return
-    yield tensor.file_offset, size, tensor.head
-    if tensor.bytes > size:
-        yield tensor.file_offset + tensor.bytes - size, size, tensor.tail
+    yield tensor.file_offset, size, head
+    if stored > size:
+        yield tensor.file_offset + stored - size, size, tail
 
 
 def _edges_by_chunk(plan: LoadPlan) -> dict[int, list[tuple[int, int, int, str]]]:

@@ -12,11 +12,12 @@ from loader import budget, torch_api
 from loader import reader as wire
 from loader.arena import HostArena
 from loader.collector import Collector, Patience, Transport
-from loader.errors import InternalError
+from loader.devices import device_ordinal
+from loader.errors import CapabilityError, InternalError
 from loader.intake import Intake
 from loader.ladder import open_host_reader
 from loader.load_plan import LoadPlan
-from loader.options import StreamOptions, device_ordinal
+from loader.options import StreamOptions
 from loader.plan_wire import VERIFY_LEVELS, ReadSettings, arena_bases, encode_plan
 from loader.progress import LoadMark, LoadProgress
 from loader.reader_link import ReaderLink
@@ -223,6 +224,17 @@ def start(
 def _start_host(
     plan: LoadPlan, directory: Path, options: StreamOptions, reader: ReaderLink | None
 ) -> WeightStream:
+    if plan.codec is not None:
+        if reader is not None:
+            reader.stop()
+            reader.close()
+        raise CapabilityError(
+            "weights are coded for a GPU, and a CPU cannot unpack them",
+            where="codec",
+            found=plan.codec.name,
+            expected="none on a CPU",
+            hint="prepare the checkpoint again with --codec none",
+        )
     progress = LoadProgress(plan)
     cpus = budget.cpu_count()
     threads = options.threads or budget.reader_threads(cpus.value).value

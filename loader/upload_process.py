@@ -25,6 +25,7 @@ TYPE_CHECKING = False  # the typing module costs as much as everything else here
 if TYPE_CHECKING:
     import socket
 
+    from loader.codec.unpacker import Unpacker
     from loader.driver import Driver
     from loader.ring import Ring
 
@@ -161,7 +162,9 @@ class Upload:
         self._stream: int | None = None
         self._ring: Ring | None = ring
         self._spare_events: list[int] = []
-        self._in_flight: deque[tuple[int, list[int], list[bytes], bool]] = deque()
+        self._in_flight: deque[tuple[int, list[int], list[bytes]]] = deque()
+        self._waiting: deque[bytes] = deque()  # for a place to unpack in
+        self._unpacker: Unpacker | None = None
         self._loaded: list[bytes] = []
         self._is_due = False
         self._reported_s = time.monotonic()
@@ -179,13 +182,19 @@ class Upload:
     def _open(self, ordinal: int) -> None:
         work, driver = self._work, self._driver
         start = time.monotonic_ns()
+        beside = 0
+        if work.unpack is not None:
+            from loader.codec.unpacker import Unpacker
+
+            self._unpacker = Unpacker(driver, work.unpack)
+            beside = self._unpacker.sizes.device_bytes
         free, total = driver.memory_info()
-        if sum(work.arenas) + work.reserve_bytes > free:
+        if sum(work.arenas) + beside + work.reserve_bytes > free:
             raise CapabilityError(
                 "device memory is short",
                 where=f"cuda:{ordinal}",
                 found=f"{free} of {total} bytes free",
-                expected=f"{sum(work.arenas)} bytes of arenas and {work.reserve_bytes} in reserve",
+                expected=f"{sum(work.arenas)} bytes of arenas, {beside} to unpack in and {work.reserve_bytes} in reserve",
                 hint="stop what else holds the card, or load fewer groups",
             )
         fds: list[int] = []
@@ -202,13 +211,20 @@ class Upload:
         self._post.send(talk.ARENAS, sizes, fds)
         self._post.mark("uploader: device arenas", start, sum(work.arenas))
         self._stream = driver.stream_create()
+        if self._unpacker is not None:
+            self._unpacker.open([pointer for pointer, _ in self._arenas], self._stream)
+
+    @property
+    def _is_idle(self) -> bool:
+        is_unpacked = self._unpacker is None or self._unpacker.is_idle
+        return is_unpacked and not (self._in_flight or self._waiting)
 
     def run(self, sock: socket.socket) -> None:
         """Until every chunk is on the device. Raises: Stop; Refused: no copy was made and none can be; EOFError: no reader."""
         poll = select.poll()
         poll.register(self._full, select.POLLIN)
         poll.register(sock.fileno(), select.POLLIN)
-        while not (self.is_done and not self._in_flight):
+        while not (self.is_done and self._is_idle):
             for fd, _ in poll.poll(self._patience_ms()):
                 if fd != self._full:
                     raise Stop
@@ -217,12 +233,13 @@ class Upload:
                     raise EOFError
                 self._handle(data)
             self._collect()
+            self._upload_waiting()
             self._report()
         self._is_due = True
         self._report()
 
     def _patience_ms(self) -> int | None:
-        if self._in_flight or not self._post.is_empty:
+        if not self._is_idle or not self._post.is_empty:
             return _POLL_MS
         return int(_REPORT_S * 1000) if self._loaded else None
 
@@ -234,30 +251,49 @@ class Upload:
             kind = record[0]
             (full if kind == wire.FULL else news).append(record)
             self.is_done = self.is_done or kind == wire.DONE
-        for start in range(0, len(full), _BATCH):
-            self._upload(full[start : start + _BATCH])
-            self._collect()
+        self._waiting += full
+        self._upload_waiting()
         for start in range(0, len(news), talk.RECORDS_PER_PACKET):
             self._post.send(talk.NEWS, b"".join(news[start : start + talk.RECORDS_PER_PACKET]))
+
+    def _upload_waiting(self) -> None:
+        """Batch by batch, until nothing waits or there is no place to unpack in."""
+        while batch := self._next_batch():
+            self._upload(batch)
+            self._collect()
+
+    def _next_batch(self) -> list[bytes]:
+        batch: list[bytes] = []
+        unpacker, waiting = self._unpacker, self._waiting
+        room = unpacker.room() if unpacker else 0
+        while waiting and len(batch) < _BATCH:
+            if unpacker and unpacker.is_coded(wire.RECORD.unpack(waiting[0])[1]):
+                if not room:
+                    break
+                room -= 1
+            batch.append(waiting.popleft())
+        return batch
 
     def _upload(self, records: list[bytes]) -> None:
         assert self._ring is not None, "not closed yet"
         assert self._stream is not None, "open() has made a stream"
-        driver, stream, arenas = self._driver, self._stream, self._arenas
+        driver, stream, arenas, unpacker = self._driver, self._stream, self._arenas, self._unpacker
         fields = [wire.RECORD.unpack(record)[1:3] for record in records]
         reusable = self._pin([slot for _, slot in fields])
-        completes = False
-        for chunk, slot in fields:
+        copied: list[bytes] = []  # there as soon as they are copied
+        for record, (chunk, slot) in zip(records, fields, strict=True):
             base = self._ring.address(slot)
-            pieces, groups = self._work.chunks[chunk]
-            for offset, size, arena, place in pieces:
+            for offset, size, arena, place in self._work.chunks[chunk][0]:
                 driver.copy_async(arenas[arena][0] + place, base + offset, size, stream)
-            for group in groups:
-                self._missing[group] -= 1
-                completes = completes or not self._missing[group]
+            if unpacker and unpacker.is_coded(chunk):
+                unpacker.stage(chunk, record, base)
+            else:
+                copied.append(record)
+        if unpacker:
+            unpacker.launch()
         self._has_copied = True
         event = self._spare_events.pop() if self._spare_events else driver.event_create()
-        self._in_flight.append((event, reusable, records, completes))
+        self._in_flight.append((event, reusable, copied))
         driver.event_record(event, stream)
 
     def _pin(self, slots: list[int]) -> list[int]:
@@ -275,19 +311,27 @@ class Upload:
         return reusable
 
     def _collect(self) -> None:
-        """Give back slots, and keep records, of copies that are complete."""
+        """Give back slots of copies that are complete, and keep records of what is in its place."""
         slots: list[int] = []
         while self._in_flight and self._driver.event_query(self._in_flight[0][0]):
-            event, reusable, records, completes = self._in_flight.popleft()
+            event, reusable, records = self._in_flight.popleft()
             self._spare_events.append(event)
             slots += reusable
-            self._loaded += records
-            self._is_due = self._is_due or completes
+            self._keep(records)
+        if self._unpacker is not None:
+            self._keep(self._unpacker.collect())
         if slots and not self.is_done:
             try:
                 os.write(self._free, b"".join(map(wire.SLOT.pack, slots)))
             except OSError:
                 return  # the reader is gone: `full` tells
+
+    def _keep(self, records: list[bytes]) -> None:
+        self._loaded += records
+        for record in records:
+            for group in self._work.chunks[wire.RECORD.unpack(record)[1]][1]:
+                self._missing[group] -= 1
+                self._is_due = self._is_due or not self._missing[group]
 
     def _report(self) -> None:
         """Tell the parent what is on the device: whole groups at once, the rest now and then."""
@@ -318,6 +362,8 @@ class Upload:
             driver.stream_synchronize(self._stream)
             driver.stream_destroy(self._stream)
             self._stream = None
+        if self._unpacker is not None:
+            self._unpacker.close()
         for event in [*self._spare_events, *(item[0] for item in self._in_flight)]:
             driver.event_destroy(event)
         self._spare_events.clear()
@@ -364,6 +410,8 @@ def _serve(sock: socket.socket, post: Post, opening: Opening, ordinal: int) -> N
     memory = mmap.mmap(ring_fd, work.slots * work.slot_bytes)
     os.close(ring_fd)
     prefault = Prefault(memory, work.slot_bytes)
+    if work.unpack is not None:
+        work.unpack.prepare()
     driver = _wait_for(opening, sock)
     post.send(talk.MARK, talk.encode_mark("uploader: cuda context", opening.start_ns, opening.end_ns))
     post.send(talk.CONTEXT)

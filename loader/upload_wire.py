@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
+    from loader.codec.unpack_plan import UnpackPlan
     from loader.load_plan import LoadPlan
 
 WORK, CONTEXT, ARENAS, NEWS, LOADED, MARK, REFUSED, FAILED, GONE, DONE = range(10)
@@ -37,6 +38,7 @@ class UploadWork:
         arenas: their bytes.
         chunks: per chunk its pieces (offset, bytes, arena, arena offset) and the groups that it touches.
         missing: per group the number of its chunks.
+        unpack: what unpacking takes, None where nothing is coded.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class UploadWork:
         slots: int,
         slot_bytes: int,
         reserve_bytes: int,
+        unpack: UnpackPlan | None = None,
     ) -> None:
         self.arenas = arenas
         self.chunks = chunks
@@ -54,17 +57,35 @@ class UploadWork:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self.reserve_bytes = reserve_bytes
+        self.unpack = unpack
 
     def encode(self) -> bytes:
-        return _dump(vars(self))
+        """JSON on one line; a piece table follows as it is."""
+        if self.unpack is None:
+            return _dump(vars(self))
+        value, table = self.unpack.to_wire()
+        return _dump({**vars(self), "unpack": value}) + b"\n" + table
 
 
 def decode_work(data: bytes) -> UploadWork:
-    return UploadWork(**_load(data))
+    text, _, table = data.partition(b"\n")
+    value = _load(text)
+    if value["unpack"] is not None:
+        from loader.codec.unpack_plan import unpack_plan_from_wire
+
+        value["unpack"] = unpack_plan_from_wire(value["unpack"], table)
+    return UploadWork(**value)
 
 
-def work_of(plan: LoadPlan, slots: int, slot_bytes: int, reserve_bytes: int) -> UploadWork:
+def work_of(
+    plan: LoadPlan, slots: int, slot_bytes: int, reserve_bytes: int, staging_slots: int | None = None
+) -> UploadWork:
     """The uploader's part of `plan`."""
+    unpack = None
+    if plan.codec is not None:
+        from loader.codec.unpack_plan import unpack_plan_of
+
+        unpack = unpack_plan_of(plan, slot_bytes, staging_slots)
     return UploadWork(
         arenas=[arena.bytes for arena in plan.arenas],
         chunks=[(list(chunk.pieces), list(chunk.groups)) for chunk in plan.chunks],
@@ -72,6 +93,7 @@ def work_of(plan: LoadPlan, slots: int, slot_bytes: int, reserve_bytes: int) -> 
         slots=slots,
         slot_bytes=slot_bytes,
         reserve_bytes=reserve_bytes,
+        unpack=unpack,
     )
 
 

@@ -58,6 +58,7 @@ class Uploader:
         self._group_events: dict[int, int] = {}
         self._spare_events: list[int] = []
         self._in_flight: deque[tuple[int, list[int]]] = deque()
+        self._waiting: deque[Record] = deque()  # for a place to unpack in
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="coldframe-uploader", daemon=True)
 
@@ -133,7 +134,7 @@ class Uploader:
 
     def _load(self, session: DeviceSession) -> None:
         """Until every chunk is on the device or the stream was closed; ends at a safe point."""
-        while not (self._intake.is_done and not self._in_flight):
+        while not (self._intake.is_done and self._is_idle(session)):
             if self._wait_readable(session):
                 data = session.link.read_records()
                 if not data:
@@ -142,14 +143,19 @@ class Uploader:
                     raise self._intake.reader_gone()
                 self._handle(session, data)
             self._return_slots(session)
+            self._upload_waiting(session)
         session.settle()
         self._spare_events += [event for event, _ in self._in_flight]
         self._in_flight.clear()
 
+    def _is_idle(self, session: DeviceSession) -> bool:
+        is_unpacked = session.unpacker is None or session.unpacker.is_idle
+        return is_unpacked and not (self._in_flight or self._waiting)
+
     def _wait_readable(self, session: DeviceSession) -> bool:
         poll = select.poll()
         poll.register(session.link.records_fd, select.POLLIN)
-        ready = bool(poll.poll(_POLL_MS if self._in_flight else self._patience.left_ms()))
+        ready = bool(poll.poll(self._patience.left_ms() if self._is_idle(session) else _POLL_MS))
         self._patience.check()
         return ready
 
@@ -158,19 +164,45 @@ class Uploader:
         others: list[Record] = []
         for record in iter_records(data):
             (full if record[0] == wire.FULL else others).append(record)
-        if full and not self._closing.is_set() and not self._upload(session, full):
+        self._waiting += full
+        if not self._upload_waiting(session):
             if self._closing.is_set():
                 session.stop_reader()
             return
         for record in others:
             self._intake.handle(record)
 
+    def _upload_waiting(self, session: DeviceSession) -> bool:
+        """Until nothing waits or there is no place to unpack in. False: the ring was replaced, see `_upload`."""
+        while batch := self._next_batch(session):
+            if not self._upload(session, batch):
+                self._waiting.clear()
+                return False
+            if self._waiting:
+                self._return_slots(session)
+        return True
+
+    def _next_batch(self, session: DeviceSession) -> list[Record]:
+        """All that waits, or what can be unpacked of it; nothing while the stream is being closed."""
+        batch: list[Record] = []
+        unpacker = session.unpacker
+        if self._closing.is_set():
+            self._waiting.clear()
+        room = unpacker.room() if unpacker else 0
+        while self._waiting:
+            if unpacker and unpacker.is_coded(self._waiting[0][1]):
+                if not room:
+                    break
+                room -= 1
+            batch.append(self._waiting.popleft())
+        return batch
+
     def _upload(self, session: DeviceSession, records: list[Record]) -> bool:
         """Enqueue the copies. False: the ring was replaced, the new reader sends these chunks again."""
         reusable = session.pin([record[2] for record in records])
         if reusable is None:
             return False
-        driver, stream = session.driver, session.stream
+        driver, stream, unpacker = session.driver, session.stream, session.unpacker
         complete: list[int] = []
         for record in records:
             chunk, slot = record[1], record[2]
@@ -178,12 +210,20 @@ class Uploader:
             for piece in self._plan.chunks[chunk].pieces:
                 target = session.arenas[piece.arena].pointer + piece.arena_offset
                 driver.copy_async(target, base + piece.offset, piece.bytes, stream)
-            complete += self._progress.arrived(chunk, record[5], record[6], record[9] == wire.WHOLE)
+            if unpacker and unpacker.is_coded(chunk):
+                unpacker.stage(chunk, record, base)
+            else:
+                complete += self._arrived(record)
+        if unpacker:
+            unpacker.launch()
         event = self._spare_events.pop() if self._spare_events else driver.event_create()
         self._in_flight.append((event, reusable))
         driver.event_record(event, stream)
         self._announce(driver, stream, complete)
         return True
+
+    def _arrived(self, record: Record) -> list[int]:
+        return self._progress.arrived(record[1], record[5], record[6], record[9] == wire.WHOLE)
 
     def _announce(self, driver: Driver, stream: int, groups: list[int]) -> None:
         for group in groups:
@@ -195,7 +235,13 @@ class Uploader:
             self._progress.mark_ready(groups)
 
     def _return_slots(self, session: DeviceSession) -> None:
+        """Of copies that are complete; also announce groups whose last pieces are unpacked."""
         slots: list[int] = []
+        if session.unpacker is not None:
+            records = session.unpacker.collect()
+            self._announce(
+                session.driver, session.stream, [g for record in records for g in self._arrived(record)]
+            )
         while self._in_flight and session.driver.event_query(self._in_flight[0][0]):
             event, done = self._in_flight.popleft()
             self._spare_events.append(event)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from loader.driver import PinningRefused
 from loader.errors import CapabilityError, InternalError
+from tests.fakes.codec import FakeCodec
 
 if TYPE_CHECKING:
     from loader.arena import DeviceArena
@@ -66,6 +67,7 @@ class FakeDriver:
         host_alloc_allowed: whether `host_alloc` works at all.
         fail_copy: number of the copy that meets a sticky error.
         sharing_allowed: whether memory can be exported and imported.
+        codec_version: of the library that unpacks; None = it is missing.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class FakeDriver:
         fail_copy: int | None = None,
         has_device: bool = True,
         sharing_allowed: bool = True,
+        codec_version: str | None = "6.0.0",
     ) -> None:
         self._random = random.Random(seed)
         self._max_delay_s = max_delay_s
@@ -87,6 +90,7 @@ class FakeDriver:
         self._fail_copy = fail_copy
         self._has_device = has_device
         self._sharing_allowed = sharing_allowed
+        self.codec = None if codec_version is None else FakeCodec(self, codec_version)
         self._lock = threading.RLock()
         self._local = threading.local()
         self._numbers = itertools.count(1000)
@@ -241,8 +245,7 @@ class FakeDriver:
 
     def copy_async(self, target: int, source: int, size: int, stream: int) -> None:
         self._enter()
-        inside = any(a <= target and target + size <= a + len(m) for a, m in self._device.items())
-        self._require(inside, "copy outside device memory")
+        self._require(self.is_device_range(target, size), "copy outside device memory")
         with self._lock:
             self.copies += 1
             if self.copies == self._fail_copy:
@@ -266,6 +269,32 @@ class FakeDriver:
     def _is_pinned(self, source: int, size: int) -> bool:
         ranges = [*self.registered.items(), *((a, len(m)) for a, m in self._host.items())]
         return any(a <= source and source + size <= a + n for a, n in ranges)
+
+    def copy_back_async(self, target: int, source: int, size: int, stream: int) -> None:
+        self._enter()
+        self._require(self.is_device_range(source, size), "copy from outside device memory")
+        self._streams[stream].queue.put(lambda: ctypes.memmove(target, source, size))
+
+    def is_device_range(self, address: int, size: int) -> bool:
+        return any(a <= address and address + size <= a + len(m) for a, m in self._device.items())
+
+    def enqueue(self, stream: int, operation: Callable[[], object]) -> None:
+        """For libraries on top of the driver: done in order on a stream, after a random delay."""
+        self._enter()
+        with self._lock:
+            delay = self._random.random() * self._max_delay_s
+
+        def complete() -> None:
+            self._clock.wait(delay)
+            operation()
+
+        self._streams[stream].queue.put(complete)
+
+    def open_codec(self) -> FakeCodec:
+        self._enter()
+        if self.codec is None:
+            raise CapabilityError("no codec", where="codec", hint="prepare again with --codec none")
+        return self.codec
 
     def event_create(self) -> int:
         self._enter()
@@ -292,9 +321,8 @@ class FakeDriver:
         self._enter()
         entry = self._events[event]
         self._require(entry.is_recorded, "wait on an event that was never recorded")
-        self._require(stream == 1, "only the caller's stream waits")
         done = entry.done
-        self.caller.queue.put(done.wait)
+        (self.caller if stream == 1 else self._streams[stream]).queue.put(done.wait)
 
     # -- torch -------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,10 @@ def no_sharing() -> FakeDriver:
     return _checked(FakeDriver(sharing_allowed=False))
 
 
+def no_codec() -> FakeDriver:
+    return _checked(FakeDriver(codec_version=None))
+
+
 def no_pinning() -> FakeDriver:
     return _checked(FakeDriver(pin_limit=0))
 

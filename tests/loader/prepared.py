@@ -52,8 +52,9 @@ def write_prepared(
     orders: Mapping[str, Sequence[str]] | None = None,
     chunk_bytes: int = 8192,
     seed: int = 0,
+    letters: int = 256,
 ) -> Prepared:
-    """Write files and manifest; `chunk_bytes` is the unit of the digests."""
+    """Write files and manifest; `chunk_bytes` is the unit of the digests, `letters` how many values bytes have."""
     rng = random.Random(seed)
     files: list[dict[str, object]] = []
     tensors: dict[str, object] = {}
@@ -64,7 +65,7 @@ def write_prepared(
         sizes = []
         for number, part in enumerate(parts):
             path = f"weights/{component}-{number}.safetensors"
-            entries, data = _write_part(component, len(files), part, rng, tensors, groups, content)
+            entries, data = _write_part(component, len(files), part, rng, letters, tensors, groups, content)
             files.append(_write_file(directory, path, entries, data, chunk_bytes))
             sizes.append(len(data))
         first = len(files) - len(parts)
@@ -99,6 +100,7 @@ def _write_part(
     file: int,
     part: Mapping[str | None, Shapes],
     rng: random.Random,
+    letters: int,
     tensors: dict[str, object],
     groups: list[dict[str, object]],
     content: dict[str, bytes],
@@ -110,7 +112,7 @@ def _write_part(
         start = len(data)
         for name, (dtype, shape) in shapes.items():
             _pad(entries, data, 256)
-            body = _random_bytes(dtype, tensor_bytes(dtype, shape), rng)
+            body = _random_bytes("BOOL" if dtype == "BOOL" else letters, tensor_bytes(dtype, shape), rng)
             entries.append(TensorEntry(name, dtype, shape, len(data), len(data) + len(body)))
             tensors[f"{component}/{name}"] = {
                 "file": file,
@@ -145,8 +147,10 @@ def _pad(entries: list[TensorEntry], data: bytearray, multiple: int) -> None:
         data += bytes(hole)
 
 
-def _random_bytes(dtype: str, size: int, rng: random.Random) -> bytes:
-    return bytes(rng.choices((0, 1), k=size)) if dtype == "BOOL" else rng.randbytes(size)
+def _random_bytes(kind: str | int, size: int, rng: random.Random) -> bytes:
+    if kind == 256:
+        return rng.randbytes(size)
+    return bytes(rng.choices((0, 1) if kind == "BOOL" else range(int(kind)), k=size))
 
 
 def _write_file(

@@ -82,7 +82,7 @@ def _drop(*path: str | int) -> Callable[[Any], None]:
 
 W = "encoder/layers.0.w"
 DAMAGE: dict[str, tuple[Callable[[Any], None], str]] = {
-    "format_major": (_set("format", value="coldframe-manifest/2"), "unknown format"),
+    "format_major": (_set("format", value="coldframe-manifest/3"), "unknown format"),
     "format_other": (_set("format", value="other/1"), "unknown format"),
     "field_missing": (_drop("config"), "config: field is missing"),
     "path_parent": (_set("files", 0, "path", value="weights/../../x"), "outside the directory"),

@@ -1,0 +1,35 @@
+"""Small coded directories: random bytes of few values, coded by the fake encoder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from loader.manifest import Manifest, read_manifest
+from prepare.codec import CodecLimits
+from prepare.codec_directory import encode_directory
+from tests.fakes.codec import FakeEncoder
+from tests.loader.prepared import SMALL, Layout, Prepared, write_prepared
+
+LIMITS = CodecLimits(piece_bytes=1024, min_bytes=4096, max_ratio=0.9, block_bytes=8192)
+
+
+def write_coded(
+    folder: Path, layout: Layout = SMALL, limits: CodecLimits = LIMITS, seed: int = 0, letters: int = 16
+) -> Prepared:
+    """A coded directory below `folder`; `content` has the original bytes of all tensors."""
+    orders = None if layout is SMALL else {}
+    raw = write_prepared(
+        folder / "raw", layout, orders, chunk_bytes=limits.block_bytes, seed=seed, letters=letters
+    )
+    encode_directory(folder / "raw", folder / "coded", FakeEncoder(), limits=limits, workers=1)
+    manifest = json.loads((folder / "coded" / "manifest.json").read_bytes())
+    return Prepared(folder / "coded", manifest, raw.content)
+
+
+def coded_names(manifest: Manifest) -> list[str]:
+    return [name for name, tensor in manifest.tensors.items() if tensor.coded is not None]
+
+
+def read(prepared: Prepared) -> Manifest:
+    return read_manifest(prepared.directory)
