@@ -253,12 +253,13 @@ class Mp4Writer:
         try:
             if copying.wait is not None:
                 copying.wait()
-            self._blank.add(copying.slot.view, copying.num_frames, copying.layout)
         except BaseException:
             self._encoders.memory.release(copying.slot)
             raise
         encoded = self._encoders.encode(copying.slot, copying.num_frames, copying.layout, self.options)
         self._encoding.append(encoded)
+        # Meanwhile; the slot may be free again, but only this thread fills slots.
+        self._blank.add(copying.slot.view, copying.num_frames, copying.layout)
         self._muxed.append(self._thread.submit(self._mux, encoded, self.frames, copying.num_frames))
         self._units.append(copying.num_frames)
         self.frames += copying.num_frames

@@ -25,6 +25,7 @@ from loader.errors import InternalError
 from runtime.families.minimax_h3.config import VideoVAEConfig
 from runtime.families.minimax_h3.model.exact_convolution import exact_convolutions
 from runtime.ops.decoder import EAGER, DecoderOperators
+from runtime.ops.tile_attention import TileAttention
 from runtime.weights import WeightSource
 
 Precision = Literal["fp32", "fp16_linears"]
@@ -58,6 +59,7 @@ class DecoderNetwork:
         self.compute_dtype = COMPUTE_DTYPES[precision]
         self._source = weights
         self._operators = operators
+        self.attention = TileAttention(device, self.compute_dtype)
         self._groups: dict[str, dict[str, Tensor]] = {}
         self._rotations: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
@@ -106,9 +108,8 @@ class DecoderNetwork:
         """[B, N, D] → [B, N, D], compute dtype. Queries and keys stay float32 through norm and rotation."""
         heads, eps = self.config.decoder_num_attention_heads, self.config.decoder_norm_eps
         qkv = _linear(x, weights, f"{prefix}.to_qkv")
-        q, k, v = (y.transpose(1, 2) for y in self._operators.rotated_qkv(qkv, *rotation, heads, eps))
-        out = F.scaled_dot_product_attention(q, k, v)
-        return _linear(out.transpose(1, 2).flatten(2), weights, f"{prefix}.to_out.0")
+        out = self.attention(*self._operators.rotated_qkv(qkv, *rotation, heads, eps))
+        return _linear(out.flatten(2), weights, f"{prefix}.to_out.0")
 
     def _project_out(self, hidden: Tensor, num_patches: int, grid: torch.Size) -> Tensor:
         """[B, N, D] → [B, 3, 4T, 16h, 16w]: every latent's token is the pixels of its 4 x 16 x 16 block."""
