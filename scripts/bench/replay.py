@@ -84,7 +84,7 @@ def measure_simpy(count: int, busy: float) -> dict[str, float]:
 
 def measure_reading(count: int) -> dict[str, float]:
     """Rows per second of the CSV reader."""
-    from scripts.replay.cli import write_trace
+    from scripts.replay.cli_files import write_trace
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.csv"
@@ -97,7 +97,7 @@ def measure_reading(count: int) -> dict[str, float]:
 
 def measure_command(count: int) -> dict[str, float]:
     """`replay run` on a CSV of a million rows, import and reading included."""
-    from scripts.replay.cli import write_trace
+    from scripts.replay.cli_files import write_trace
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.csv"

@@ -7,46 +7,35 @@ objective cannot be met, 4 a library is missing.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from loader.errors import RequestError, WorkerError
-from scripts.replay.cli_options import add_model, add_trace, build_options, plan_suffix, trace_columns
+from scripts.replay.cli_files import add_generate, add_import
+from scripts.replay.cli_options import add_model, add_trace, build_options, plan_suffix
+from scripts.replay.cli_output import add_json, emit, print_pairs, write_text
+from scripts.replay.cli_search import add_search
+from scripts.replay.cli_trace import about, load_trace
 from scripts.replay.findings import findings
-from scripts.replay.importers import fleet_check, import_trace, startups_from_timelines
-from scripts.replay.laws import Empirical, parse_law
+from scripts.replay.laws import parse_law
 from scripts.replay.measures import compare
-from scripts.replay.optional import require
 from scripts.replay.platforms import parse_system
 from scripts.replay.policies import parse_plan
-from scripts.replay.reading import read_trace
-from scripts.replay.search import METRICS, Goal, search
-from scripts.replay.simulate import RECORD_MAX_ROWS, simulate
-from scripts.replay.specs import parse_spec, split_specs
+from scripts.replay.search import SEARCH_FORMAT
+from scripts.replay.search_report import write_search_report
+from scripts.replay.simulate import RECORD_MAX_ROWS
+from scripts.replay.specs import split_specs
 from scripts.replay.stats import burst_stats, fit_reference
 from scripts.replay.sweep import Case, cases, run_sweep, version, write_parquet
 from scripts.replay.tables import difference_lines, main_table, timeline_csv, to_csv
-from scripts.replay.traces import (
-    Trace,
-    durations_by_size,
-    merge_pools,
-    scale_durations,
-    stretch,
-    thin,
-    with_durations,
-)
-from scripts.replay.workload import GENERATORS, from_windows, synthetic
+from scripts.replay.traces import Trace
 
-OBJECTIVE_NOT_MET = 3
+RUN_FORMAT = "coldframe-replay/1"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="replay", description="How long to keep an idle GPU.")
+    parser = argparse.ArgumentParser(prog="coldframe replay", description="How long to keep an idle GPU.")
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_run(commands.add_parser("run", help="replay a trace under startups × policies"))
     for name, run, text in (
@@ -82,43 +71,17 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--sliding", action="store_true", help="trailing 60 s window instead of disjoint minutes"
         )
-        _add_json(sub)
+        add_json(sub)
         sub.set_defaults(run=run)
-    _add_search(commands.add_parser("search", help="cheapest settings under a waiting limit"))
-    sub = commands.add_parser("import", help="platform exports and published traces → trace file")
-    sub.add_argument(
-        "kind",
-        help="modal, fal, fal-fleet, worker-log, timelines, windows, azure-llm, burstgpt, gentd26, azure-functions, huawei",
-    )
-    sub.add_argument("files", nargs="+")
-    sub.add_argument("--out", help=".csv or .parquet (timelines: .json)")
-    sub.add_argument("--startups-out", help="measured startup times, for --startup empirical:FILE")
-    sub.add_argument(
-        "--compare", metavar="SYSTEM", help="model the same requests, e.g. modal:scaledown_window=60"
-    )
-    sub.add_argument("--rate-scale", type=float, default=1.0, help="windows: factor on the rates")
-    sub.add_argument("--mean", type=float, default=54.0, help="windows: mean generation time, s")
-    sub.add_argument("--seed", type=int, default=0)
-    _add_json(sub)
-    sub.set_defaults(run=_import)
-    sub = commands.add_parser("generate", help="write a synthetic trace")
-    sub.add_argument("spec", help=f"{', '.join(GENERATORS)}; e.g. ref:rate=10,days=7")
-    sub.add_argument("--out", required=True, help=".csv or .parquet")
-    sub.add_argument("--seed", type=int, default=0)
-    _add_json(sub)
-    sub.set_defaults(run=_generate)
+    add_search(commands.add_parser("search", help="cheapest settings under a waiting limit"))
+    add_import(commands.add_parser("import", help="platform exports and published traces → trace file"))
+    add_generate(commands.add_parser("generate", help="write a synthetic trace"))
     sub = commands.add_parser("report", help="HTML page or PNG plots of a result")
     sub.add_argument("result")
     sub.add_argument("--out", help="HTML file")
     sub.add_argument("--plots", help="folder for PNG files")
     sub.set_defaults(run=_report)
     return parser
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="JSON to FILE, or to standard output"
-    )
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -145,87 +108,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ray", action="store_true", help="run the combinations on Ray")
     parser.add_argument("--results", metavar="FILE", help="append each combination to this JSON-lines file")
     parser.add_argument("--resume", action="store_true", help="skip combinations already in --results")
-    _add_json(parser)
+    add_json(parser)
     parser.set_defaults(run=_run)
 
 
-def _add_search(parser: argparse.ArgumentParser) -> None:
-    add_trace(parser)
-    add_model(parser)
-    parser.add_argument("--startup", default="7.2", help="a number, a distribution or empirical:FILE")
-    for metric in METRICS:
-        text = "largest cold fraction" if metric == "cold" else f"limit on the {metric} wait, s"
-        parser.add_argument(f"--{metric}" if metric == "cold" else f"--{metric}-wait", type=float, help=text)
-    _add_json(parser)
-    parser.set_defaults(run=_search)
-
-
-def _load(arguments: argparse.Namespace) -> Trace:
-    """The trace of the options, with its service times; prints what was read and repaired."""
-    if (arguments.trace is None) == (arguments.synthetic is None):
-        raise RequestError("one trace", where="replay", expected="a file, or --synthetic SPEC")
-    law = arguments.duration
-    if arguments.synthetic is not None:
-        trace = synthetic(arguments.synthetic, arguments.seed)
-    else:
-        trace = read_trace(arguments.trace, trace_columns(arguments), needs_duration=law is None)
-    _notes(trace)
-    trace = stretch(thin(trace, _share(arguments.thin), arguments.seed), arguments.interval_scale)
-    if law is not None and law.startswith("by:"):
-        spec = parse_spec(law)
-        trace = durations_by_size(trace, spec.values[0] if spec.values else "", spec.number("mean"))
-    elif law is not None:
-        trace = with_durations(trace, parse_law(law, where="--duration"), arguments.seed)
-    if arguments.duration_scale != 1:
-        trace = scale_durations(trace, arguments.duration_scale)
-    return merge_pools(trace) if arguments.one_pool else trace
-
-
-def _share(text: str) -> Fraction:
-    try:
-        return Fraction(text)
-    except (ValueError, ZeroDivisionError) as error:
-        raise RequestError("not a share", where="--thin", found=repr(text), expected="e.g. 1/20") from error
-
-
-def _notes(trace: Trace) -> None:
-    facts = trace.facts
-    if facts.get("source") == "synthetic":
-        text = f"{trace.label}: {len(trace):,} requests drawn with seed {facts['seed']}"
-    else:
-        text = (
-            f"{trace.label}: {facts.get('rows_read', len(trace)):,} rows read, {facts['rows_kept']:,} kept, "
-            f"{facts.get('rows_moved', 0):,} moved, {facts.get('rows_dropped', 0):,} dropped"
-        )
-        if facts.get("dropped"):
-            text += f" {facts['dropped']}"
-    print(text, file=sys.stderr)
-    if facts.get("rows_moved"):
-        print(
-            f"  out of order: {facts['rows_moved']} rows moved, clock steps back {facts['steps_back']} times",
-            file=sys.stderr,
-        )
-    if facts.get("shifted_by_s"):
-        print(f"  the first event, at {facts['shifted_by_s']:g} s, became second 0", file=sys.stderr)
-    warnings = facts.get("warnings")
-    for warning in warnings if isinstance(warnings, list) else ():
-        print(f"  warning: {warning}", file=sys.stderr)
-
-
-def _about(trace: Trace) -> dict[str, Any]:
-    return {
-        "label": trace.label,
-        "requests": len(trace),
-        "pools": len(trace.pool_names),
-        "span_s": float(trace.arrivals[-1]),
-        "duration_mean_s": float(trace.durations.mean()),
-        "digest": trace.digest(),
-        **trace.facts,
-    }
-
-
 def _run(arguments: argparse.Namespace) -> int:
-    trace = _load(arguments)
+    trace = load_trace(arguments)
     options, prices = build_options(arguments)
     suffix = plan_suffix(arguments)
     startups = split_specs(arguments.startup)
@@ -257,12 +145,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _result(arguments: argparse.Namespace, trace: Trace, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "format": "coldframe-replay/1",
+        "format": RUN_FORMAT,
         "version": version(),
         "command": arguments.command_line,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": arguments.seed,
-        "trace": _about(trace),
+        "trace": about(trace),
         "stats": burst_stats(trace).as_dict() if len(trace) <= RECORD_MAX_ROWS else None,
         "combinations": rows,
         "differences": [compare(rows[0], row) for row in rows[1:]],
@@ -279,22 +167,15 @@ def _write_outputs(arguments: argparse.Namespace, result: dict[str, Any]) -> Non
         if lines:
             print("\n" + "\n".join(lines))
     if arguments.json and arguments.json != "-":
-        _write(Path(arguments.json), json.dumps(result) + "\n")
+        write_text(Path(arguments.json), json.dumps(result) + "\n")
     if arguments.csv:
-        _write(Path(arguments.csv), to_csv(rows))
+        write_text(Path(arguments.csv), to_csv(rows))
     if arguments.timeline_csv:
-        _write(Path(arguments.timeline_csv), timeline_csv(rows))
+        write_text(Path(arguments.timeline_csv), timeline_csv(rows))
     if arguments.parquet:
         write_parquet(rows, Path(arguments.parquet))
         print(f"wrote {arguments.parquet}", file=sys.stderr)
     _draw(result, arguments.report, arguments.plots)
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(text, "utf-8")
-    partial.replace(path)
-    print(f"wrote {path}", file=sys.stderr)
 
 
 def _draw(result: Mapping[str, Any], report: str | None, plots: str | None) -> None:
@@ -313,199 +194,46 @@ def _draw(result: Mapping[str, Any], report: str | None, plots: str | None) -> N
 def _report(arguments: argparse.Namespace) -> int:
     path = Path(arguments.result)
     if not path.is_file():
-        raise RequestError("no such file", where=str(path), expected="a result of replay run --json FILE")
+        raise RequestError(
+            "no such file",
+            where=str(path),
+            expected="a result of `replay run --json FILE` or `replay search --json FILE`",
+        )
     try:
         result = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise RequestError("not JSON", where=str(path), found=str(error)) from error
-    if not isinstance(result, dict) or result.get("format") != "coldframe-replay/1":
-        raise RequestError("not a replay result", where=str(path), expected='"format": "coldframe-replay/1"')
+    known = (RUN_FORMAT, SEARCH_FORMAT)
+    if not isinstance(result, dict) or result.get("format") not in known:
+        raise RequestError("not a replay result", where=str(path), expected=f'"format": {" or ".join(known)}')
     if not arguments.out and not arguments.plots:
         raise RequestError("nothing to write", where="replay report", expected="--out FILE or --plots FOLDER")
+    if result["format"] == SEARCH_FORMAT:
+        if arguments.plots:
+            raise RequestError("a search has a page only", where="--plots", expected="--out FILE")
+        write_search_report(result, Path(arguments.out))
+        print(f"wrote {arguments.out}", file=sys.stderr)
+        return 0
     _draw(result, arguments.out, arguments.plots)
     return 0
 
 
-def _print_pairs(values: Mapping[str, Any]) -> None:
-    for key, value in values.items():
-        shown = f"{value:.4g}" if isinstance(value, float) else "undefined" if value is None else value
-        print(f"{key:20} {shown}")
-
-
 def _stats(arguments: argparse.Namespace) -> int:
-    trace = _load(arguments)
+    trace = load_trace(arguments)
     found = burst_stats(trace, busy=arguments.busy, sliding=arguments.sliding).as_dict()
-    _emit(arguments, {"trace": _about(trace), "stats": found}, lambda: _print_pairs(found))
+    emit(arguments, {"trace": about(trace), "stats": found}, lambda: print_pairs(found))
     return 0
 
 
 def _fit(arguments: argparse.Namespace) -> int:
-    trace = _load(arguments)
+    trace = load_trace(arguments)
     stats = burst_stats(trace, busy=arguments.busy, sliding=arguments.sliding)
     fitted = fit_reference(stats, trace)
-    _emit(
+    emit(
         arguments,
-        {"trace": _about(trace), "stats": stats.as_dict(), "fit": fitted},
-        lambda: _print_pairs(
+        {"trace": about(trace), "stats": stats.as_dict(), "fit": fitted},
+        lambda: print_pairs(
             {**stats.as_dict(), "reference": fitted["spec"], "does not match": fitted["misfits"] or "nothing"}
         ),
     )
     return 0
-
-
-def _emit(arguments: argparse.Namespace, data: Mapping[str, Any], show: Any) -> None:
-    if arguments.json == "-":
-        print(json.dumps(data))
-        return
-    show()
-    if arguments.json:
-        _write(Path(arguments.json), json.dumps(data) + "\n")
-
-
-def _search(arguments: argparse.Namespace) -> int:
-    trace = _load(arguments)
-    options, prices = build_options(arguments)
-    limits = {
-        metric: getattr(arguments, metric if metric == "cold" else f"{metric}_wait") for metric in METRICS
-    }
-    given = {metric: limit for metric, limit in limits.items() if limit is not None}
-    if len(given) > 1:
-        raise RequestError("several limits", where="replay search", found=", ".join(given), expected="one")
-    metric, limit = next(iter(given.items()), ("p95", None))
-    goal = Goal(metric, limit, prices.wait_value if prices.wait_value > 0 else 1.0)
-    found = search(trace, arguments.startup, goal, options, prices)
-    found["trace"] = _about(trace)
-    _emit(arguments, found, lambda: _show_search(found))
-    return 0 if found["chosen"] is not None else OBJECTIVE_NOT_MET
-
-
-def _show_search(found: Mapping[str, Any]) -> None:
-    if found["chosen"] is None:
-        print("No setting meets the goal. Nearest:")
-    print(main_table([found["chosen"] or found["nearest"]]))
-    print("\nFrontier (GPU-hours, share, cold, mean wait, p95 wait):")
-    for point in found["frontier"]:
-        cap = f" max {point['max_workers']}" if point["max_workers"] else ""
-        print(
-            f"  {point['policy'] + cap:32} {point['gpu_hours']:10,.1f} {point['share']:7.1%} {point['cold_fraction']:7.1%}"
-            f" {point['wait_mean_s']:8.2f} {point['wait_p95_s']:8.2f}"
-        )
-    for title in ("estimate", "held_out", "confidence"):
-        if found.get(title):
-            print(f"\n{title}: " + json.dumps(found[title]))
-    for name, lines in found.get("console", {}).items():
-        print(f"\n{name}:\n" + "\n".join(f"  {line}" for line in lines))
-    for note in found["notes"]:
-        print(f"note: {note}")
-
-
-def _import(arguments: argparse.Namespace) -> int:
-    paths = [Path(name) for name in arguments.files]
-    for path in paths:
-        if not path.is_file():
-            raise RequestError("no such file", where=str(path), expected="a downloaded export")
-    if arguments.kind == "timelines":
-        groups = startups_from_timelines(paths)
-        data: dict[str, Any] = {
-            "startup_s": [value for values in groups.values() for value in values],
-            "groups": groups,
-        }
-        _emit(
-            arguments,
-            data,
-            lambda: _print_pairs({name: f"{len(values)} starts" for name, values in groups.items()}),
-        )
-        if arguments.out:
-            _write(Path(arguments.out), json.dumps(data) + "\n")
-        return 0
-    if len(paths) != 1:
-        raise RequestError(
-            "one file", where="replay import", found=len(paths), expected=f"one {arguments.kind} export"
-        )
-    if arguments.kind == "fal-fleet":
-        fleet = fleet_check(paths[0])
-        _emit(arguments, fleet, lambda: _print_pairs(fleet))
-        return 0
-    trace = (
-        _windows(paths[0], arguments)
-        if arguments.kind == "windows"
-        else import_trace(arguments.kind, str(paths[0]))
-    )
-    _notes(trace)
-    found: dict[str, Any] = {"trace": _about(trace)}
-    if arguments.compare:
-        found["modelled"] = _modelled(trace, arguments)
-    _emit(arguments, found, lambda: _print_pairs({**found["trace"], **found.get("modelled", {})}))
-    if arguments.out:
-        write_trace(trace, Path(arguments.out))
-    if arguments.startups_out:
-        _write(Path(arguments.startups_out), json.dumps({"startup_s": list(trace.startups)}) + "\n")
-    return 0
-
-
-def _windows(path: Path, arguments: argparse.Namespace) -> Trace:
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    return from_windows(
-        rows,
-        rate_scale=arguments.rate_scale,
-        mean_s=arguments.mean,
-        cv=0.4,
-        seed=arguments.seed,
-        label=path.name,
-    )
-
-
-def _modelled(trace: Trace, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The same requests under the model, to be put beside what the export observed."""
-    if not trace.startups:
-        raise RequestError(
-            "the export has no startup times", where="--compare", expected="at least one cold start"
-        )
-    base, _ = build_options(argparse.Namespace(seed=arguments.seed))
-    policy, options = parse_system(arguments.compare, base)
-    startup = Empirical(trace.startups, "measured")
-    outcome = simulate(trace, startup, parse_plan(policy), options)
-    waits = np.sort(outcome.waits[outcome.cold == 1])
-    return {
-        "modelled_policy": policy,
-        "modelled_starts": outcome.starts,
-        "modelled_cold_wait_mean_s": float(waits.mean()) if len(waits) else 0.0,
-    }
-
-
-def _generate(arguments: argparse.Namespace) -> int:
-    trace = synthetic(arguments.spec, arguments.seed)
-    write_trace(trace, Path(arguments.out))
-    _emit(
-        arguments,
-        _about(trace),
-        lambda: print(f"{len(trace):,} requests in {arguments.out}; next: replay run {arguments.out}"),
-    )
-    return 0
-
-
-def write_trace(trace: Trace, path: Path) -> None:
-    """`timestamp,duration[,pool]` as CSV or Parquet, seconds, full precision."""
-    names = [trace.pool_names[code] for code in trace.pools] if len(trace.pool_names) > 1 else None
-    if path.suffix == ".parquet":
-        arrow, parquet = require("pyarrow", "writing Parquet"), require("pyarrow.parquet", "writing Parquet")
-        columns: dict[str, Any] = {
-            "timestamp": trace.arrivals,
-            "duration": trace.durations,
-            **dict(trace.sizes),
-        }
-        columns.update({"pool": names} if names else {})
-        parquet.write_table(arrow.table(columns), path)
-        return
-    partial = path.with_name(path.name + ".part")
-    with partial.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["timestamp", "duration", *trace.sizes, *(["pool"] if names else [])])
-        columns_text = [
-            trace.arrivals.tolist(),
-            trace.durations.tolist(),
-            *(column.tolist() for column in trace.sizes.values()),
-        ]
-        writer.writerows(zip(*columns_text, *([names] if names else []), strict=True))
-    partial.replace(path)

@@ -19,7 +19,7 @@ from loader.errors import RequestError
 from scripts.replay.laws import Crowded, Law, stream
 from scripts.replay.options import Options
 from scripts.replay.outcome import ABANDONED, REFUSED, Intervals, Outcome, peak_overlap
-from scripts.replay.policies import Controller, Plan, Setup
+from scripts.replay.policy import Controller, Plan, Setup
 from scripts.replay.traces import Trace
 
 FINISH, READY, PREEMPT, ARRIVAL, TIMER = 0, 1, 2, 3, 4

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scripts.replay.demand_policies import Target
 from scripts.replay.laws import Law
 from scripts.replay.options import Options
 from scripts.replay.outcome import ABANDONED, REFUSED, SERVED, Intervals, Outcome, most_at_once
-from scripts.replay.policies import Plan, Target
+from scripts.replay.policy import Plan
 from scripts.replay.stats import nearest_rank
 from scripts.replay.traces import Trace
 

@@ -92,22 +92,69 @@ def draw_png(result: Mapping[str, Any], folder: Path) -> list[Path]:
 
 def draw_svg(result: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Name → (inline SVG, caption); no document type, no outside reference."""
+    return {name: (_inline(name, draw), caption) for name, (draw, caption) in pictures(result).items()}
+
+
+def search_svg(found: Mapping[str, Any]) -> tuple[str, str]:
+    """Inline SVG of a search, and its caption."""
+    goal = found["goal"]
+    caption = (
+        f"Every setting tried on {found['trace']['label']} with startup {found['startup']}: GPU-hours against "
+        f"{'the share of cold requests' if goal['metric'] == 'cold' else goal['metric'] + ' wait'}. The line joins settings that no other beats in both; the star is the "
+        f"{'chosen' if found['chosen'] else 'nearest'} one"
+        + ("." if goal["limit"] is None else ", the dashed line the limit.")
+    )
+    return _inline("search", lambda: _search(found)), caption
+
+
+def _inline(name: str, draw: Callable[[], Any]) -> str:
     matplotlib = require("matplotlib", "plots")
-    found = {}
-    for name, (draw, caption) in pictures(result).items():
-        # A salt per picture keeps the ids of several pictures in one page apart.
-        with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-            buffer = io.StringIO()
-            draw().savefig(
-                buffer,
-                format="svg",
-                bbox_inches="tight",
-                pad_inches=0.1,
-                metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")),
-            )
-        text = buffer.getvalue()
-        found[name] = (_renamed(text[text.index("<svg") :], name), caption)
-    return found
+    # A salt per picture keeps the ids of several pictures in one page apart.
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+        buffer = io.StringIO()
+        draw().savefig(
+            buffer,
+            format="svg",
+            bbox_inches="tight",
+            pad_inches=0.1,
+            metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")),
+        )
+    text = buffer.getvalue()
+    return _renamed(text[text.index("<svg") :], name)
+
+
+def _metric_name(metric: str) -> str:
+    return "cold requests, %" if metric == "cold" else f"{metric} wait, s"
+
+
+def _search(found: Mapping[str, Any]) -> Any:
+    """All settings as dots, the frontier as a line, the choice as a star, the limit dashed."""
+    goal, metric = found["goal"], found["goal"]["metric"]
+    key, scale = ("cold_fraction", 100.0) if metric == "cold" else (f"wait_{metric}_s", 1.0)
+    figure = _figure(10, 4.2)
+    axis = figure.subplots()
+    best = found["chosen"] or found["nearest"]
+    at = best["cold_fraction"] if metric == "cold" else best["wait_s"][metric]
+    axis.plot(
+        [scale * point[key] for point in found["points"]], [point["gpu_hours"] for point in found["points"]],
+        "o", ms=5, clip_on=False, mfc=IDLE, mec="white", mew=0.5, label="tried",
+    )  # fmt: skip
+    axis.plot(
+        [scale * point[key] for point in found["frontier"]], [point["gpu_hours"] for point in found["frontier"]],
+        "-o", ms=5, clip_on=False, color=GENERATING, lw=1.3, label="frontier",
+    )  # fmt: skip
+    axis.plot(
+        scale * at, best["gpu_hours"], "*", ms=16, clip_on=False, zorder=5, color=STARTING, mec="white", mew=0.8,
+        label="chosen" if found["chosen"] else "nearest",
+    )  # fmt: skip
+    if goal["limit"] is not None:
+        axis.axvline(scale * goal["limit"], color=LOST, ls="--", lw=1.2, label="limit")
+    axis.set_xlabel(_metric_name(metric))
+    axis.set_ylabel("GPU-hours")
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+    axis.legend(loc="upper right")
+    return figure
 
 
 def _renamed(svg: str, name: str) -> str:

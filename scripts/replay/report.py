@@ -8,24 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from scripts.replay.findings import findings
+from scripts.replay.page import figure, html_page, pairs, table, trace_lead, write_page
 from scripts.replay.plots import draw_svg
 from scripts.replay.tables import HEAD, combination_cells
 
-CSS = """
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; color: #1d2329; background: #fff; margin: 0 auto;
-       max-width: 1180px; padding: 1.5rem 1.5rem 4rem; }
-h1 { font-size: 1.6rem; margin: 0 0 .2rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
-p.lead { color: #4a545e; margin-top: 0; } ul.findings li { margin: .35rem 0; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 12.5px; white-space: nowrap; }
-th, td { padding: .3rem .45rem; text-align: right; border-bottom: 1px solid #e3e7ea; font-variant-numeric: tabular-nums; }
-th { color: #4a545e; font-weight: 600; border-bottom: 2px solid #b8c0c7; } .left { text-align: left; }
-tbody tr:hover { background: #f5f7f8; }
-figure { margin: 1.2rem 0 2rem; } figure svg { width: 100%; height: auto; display: block; }
-figcaption { color: #4a545e; font-size: 13px; margin-top: .3rem; } dl { display: grid; grid-template-columns: max-content 1fr;
-       gap: .15rem 1rem; font-size: 13px; } dt { color: #4a545e; } dd { margin: 0; overflow-wrap: anywhere; }
-footer { margin-top: 3rem; color: #4a545e; font-size: 13px; border-top: 1px solid #e3e7ea; padding-top: .8rem; }
-"""
 TITLES = {
     "workers": "Workers over time",
     "shares": "Where GPU time goes",
@@ -48,12 +34,7 @@ def html_report(result: Mapping[str, Any]) -> str:
         _main_table(result["combinations"]),
         _differences(result),
     ]
-    for name, (svg, caption) in draw_svg(result).items():
-        label = escape(TITLES[name])
-        parts.append(
-            f'<h2>{label}</h2><figure role="img" aria-label="{escape(caption)}">{svg}'
-            f"<figcaption>{escape(caption)}</figcaption></figure>"
-        )
+    parts += [figure(TITLES[name], svg, caption) for name, (svg, caption) in draw_svg(result).items()]
     data = result.get("pictures") or {}
     parts += [
         _cheapest(data.get("cheapest", [])),
@@ -61,46 +42,23 @@ def html_report(result: Mapping[str, Any]) -> str:
         _stats(result),
         _facts(result),
     ]
-    body = "\n".join(part for part in parts if part)
-    title = escape(f"Replay of {trace['label']}")
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">\n'
-        f"<style>{CSS}</style></head><body>\n{body}\n{_footer()}\n</body></html>\n"
-    )
+    return html_page(f"Replay of {trace['label']}", parts)
 
 
 def write_report(result: Mapping[str, Any], path: Path) -> None:
-    """Writes beside the name, then renames: no half page looks whole."""
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(html_report(result), "utf-8")
-    partial.replace(path)
+    """Raises: CapabilityError: matplotlib is missing."""
+    write_page(html_report(result), path)
 
 
 def _lead(result: Mapping[str, Any]) -> str:
-    trace = result["trace"]
-    span_h = trace["span_s"] / 3600
-    span = f"{span_h / 24:.1f} days" if span_h >= 48 else f"{span_h:.1f} hours"
     return escape(
-        f"{trace['requests']:,} requests in {trace['pools']} pool(s) over {span}, mean generation "
-        f"{trace['duration_mean_s']:.1f} s; {len(result['combinations'])} combinations of startup and policy."
+        f"{trace_lead(result['trace'])}; {len(result['combinations'])} combinations of startup and policy."
     )
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 2) -> str:
-    def cells(tag: str, row: Sequence[str]) -> str:
-        return "".join(
-            f"<{tag}{' class=left' if at < left else ''}>{escape(cell)}</{tag}>"
-            for at, cell in enumerate(row)
-        )
-
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{cells("th", header)}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _main_table(rows: Sequence[Mapping[str, Any]]) -> str:
     header = [*HEAD, "USD"] if "cost_usd" in rows[0] else list(HEAD)
-    return _table(header, [combination_cells(row) for row in rows])
+    return table(header, [combination_cells(row) for row in rows])
 
 
 def _differences(result: Mapping[str, Any]) -> str:
@@ -121,7 +79,7 @@ def _differences(result: Mapping[str, Any]) -> str:
     ]
     header = ["startup", "policy", "overhead", "GPU time", "cold, points", "mean wait, s", "median wait, s"]
     first = escape(f"{rows[0]['startup']} {rows[0]['policy']}")
-    return f"<h2>Against the first combination ({first})</h2>{_table(header, cells)}"
+    return f"<h2>Against the first combination ({first})</h2>{table(header, cells)}"
 
 
 def _cheapest(items: Sequence[Mapping[str, Any]]) -> str:
@@ -147,7 +105,7 @@ def _cheapest(items: Sequence[Mapping[str, Any]]) -> str:
         "with foresight",
     ]
     note = "Overhead plus priced waiting, GPU-seconds per request, by the level curve in hindsight (an estimate for S &gt; 0)."
-    return f"<h2>Cheapest retention</h2><p>{note}</p>{_table(header, cells)}"
+    return f"<h2>Cheapest retention</h2><p>{note}</p>{table(header, cells)}"
 
 
 def _spares(items: Sequence[Mapping[str, Any]]) -> str:
@@ -166,14 +124,14 @@ def _spares(items: Sequence[Mapping[str, Any]]) -> str:
         for item in items
     ]
     header = ["startup", "policy", "spares", "GPU-hours", "cold", "mean wait, s", "started for nothing"]
-    return f"<h2>What spare workers would have cost</h2>{_table(header, cells)}"
+    return f"<h2>What spare workers would have cost</h2>{table(header, cells)}"
 
 
 def _stats(result: Mapping[str, Any]) -> str:
     stats = result.get("stats")
     if not stats:
         return ""
-    return f"<h2>Burst statistics ({escape(stats['estimator'])})</h2>{_pairs(stats)}"
+    return f"<h2>Burst statistics ({escape(stats['estimator'])})</h2>{pairs(stats)}"
 
 
 def _facts(result: Mapping[str, Any]) -> str:
@@ -181,31 +139,4 @@ def _facts(result: Mapping[str, Any]) -> str:
         **result["trace"],
         **{key: result[key] for key in ("version", "seed", "command", "date") if key in result},
     }
-    return f"<h2>Input and settings</h2>{_pairs(about)}"
-
-
-def _pairs(values: Mapping[str, Any]) -> str:
-    cells = "".join(
-        f"<dt>{escape(str(key))}</dt><dd>{escape(_plain(value))}</dd>" for key, value in values.items()
-    )
-    return f"<dl>{cells}</dl>"
-
-
-def _plain(value: object) -> str:
-    if value is None:
-        return "undefined"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value)) or "none"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {_plain(item)}" for key, item in value.items()) or "none"
-    return str(value)
-
-
-def _footer() -> str:
-    return (
-        "<footer>GPU time of every worker is split without gaps into starting, generating and idle, from its start order to "
-        "its release. Cold: served by a worker that had just started. Percentiles by nearest rank on exact data. At equal "
-        "times finishes come before arrivals and arrivals before retention timers.</footer>"
-    )
+    return f"<h2>Input and settings</h2>{pairs(about)}"

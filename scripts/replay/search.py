@@ -1,12 +1,13 @@
 """Cheapest settings for a trace under a limit on waiting, or for a price of waiting.
 
 Three stages: the retention curve (`levels.py`) ranks every retention from one sort; the engine replays those around
-the best; then floors, buffers and caps are tried on the best retention. Hindsight on the data given: the held-out
+the best; then caps, floors and buffers are tried on the best retention, floors and buffers as large as the goal needs. Hindsight on the data given: the held-out
 figure says what the same choice costs on days it has not seen.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,7 @@ from scripts.replay.sweep import Case, run_case
 from scripts.replay.traces import Trace
 
 Floats = NDArray[np.float64]
+SEARCH_FORMAT = "coldframe-replay-search/1"
 METRICS = ("mean", "p50", "p90", "p95", "p99", "max", "cold")
 GRID = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)
 FLEET_MAX_ROWS = 300_000  # floors and buffers run at about 50,000 requests/s
@@ -74,15 +76,21 @@ def search(trace: Trace, startup_text: str, goal: Goal, options: Options, prices
     best = _best(rows, goal) or min(rows, key=goal.figure)
     retention = float(best["retention_s"])
     rows += _extras(trace, startup_text, retention, options, prices, best, notes)
+    if _best(rows, goal) is None and len(trace) <= FLEET_MAX_ROWS:
+        bases = dict.fromkeys((retention, 2 * startup.median()))
+        peak = int(best["peak_workers"])
+        rows += _escalated(trace, startup_text, list(bases), options, prices, peak, goal)
     chosen = _best(rows, goal)
     # Ordered by how far each misses the goal.
     nearest = min(rows, key=lambda row: (row["requests"] - row["served"], goal.figure(row), goal.cost(row)))
     found: dict[str, Any] = {
+        "format": SEARCH_FORMAT,
         "goal": {"metric": goal.metric, "limit": goal.limit, "wait_value": goal.wait_value},
         "startup": startup_text,
         "chosen": chosen,
         "nearest": nearest,
         "frontier": frontier(rows, goal),
+        "points": [_point(row) for row in rows if row["served"] == row["requests"]],
         "estimate": estimate(curve, startup.median(), goal.wait_value),
         "held_out": held_out(trace, startup.median(), goal.wait_value),
         "tried": len(rows),
@@ -139,6 +147,31 @@ def _extras(
     return rows
 
 
+def _escalated(
+    trace: Trace, text: str, bases: Sequence[float], options: Options, prices: Prices, peak: int, goal: Goal
+) -> list[dict[str, Any]]:
+    """Floors and buffers of more than 4 workers on each retention of `bases`: four times as many until the goal is met,
+    then down to within a tenth of the fewest that meet it."""
+    rows: list[dict[str, Any]] = []
+
+    def is_met(policy: str) -> bool:
+        rows.append(_replay(trace, text, policy, options, prices))
+        return goal.is_met(rows[-1])
+
+    top = max(1, min(peak, options.max_workers or peak))
+    for base, kind in itertools.product(bases, ("floor", "buffer")):
+        policy = f"fixed:{_short(base)}+{kind}"
+        failing, meeting = min(4, top - 1), min(16, top)
+        while not is_met(f"{policy}:{meeting}") and meeting < top:
+            failing, meeting = meeting, min(4 * meeting, top)
+        if not goal.is_met(rows[-1]):
+            continue
+        while meeting - failing > max(1, meeting // 10):
+            middle = (failing + meeting) // 2
+            failing, meeting = (failing, middle) if is_met(f"{policy}:{middle}") else (middle, meeting)
+    return rows
+
+
 def _replay(trace: Trace, startup: str, policy: str, options: Options, prices: Prices) -> dict[str, Any]:
     return run_case(trace, Case(startup, policy, options, prices))
 
@@ -160,17 +193,20 @@ def frontier(rows: Sequence[dict[str, Any]], goal: Goal) -> list[dict[str, Any]]
     for row in sorted(rows, key=lambda row: (row["gpu_s_per_request"], goal.figure(row))):
         if row["served"] == row["requests"] and goal.figure(row) < lowest:
             lowest = goal.figure(row)
-            found.append(
-                {
-                    "policy": row["policy"],
-                    "max_workers": row["options"].get("max_workers"),
-                    "gpu_hours": row["gpu_hours"],
-                    "share": row["share"]["generating"],
-                    "cold_fraction": row["cold_fraction"],
-                    **{f"wait_{name}_s": row["wait_s"][name] for name in ("mean", "p95", "max")},
-                }
-            )
+            found.append(_point(row))
     return found
+
+
+def _point(row: dict[str, Any]) -> dict[str, Any]:
+    """What a table or a picture needs of one setting."""
+    return {
+        "policy": row["policy"],
+        "max_workers": row["options"].get("max_workers"),
+        "gpu_hours": row["gpu_hours"],
+        "share": row["share"]["generating"],
+        "cold_fraction": row["cold_fraction"],
+        **{f"wait_{name}_s": row["wait_s"][name] for name in METRICS if name != "cold"},
+    }
 
 
 def estimate(curve: RetentionCurve, startup_s: float, wait_value: float) -> dict[str, float]:

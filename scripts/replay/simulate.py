@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loader.errors import RequestError
+from scripts.replay.constant_policies import Clairvoyant
 from scripts.replay.engine import PoolRun, choose_engine, clairvoyant_pool, run_bound, run_shared
 from scripts.replay.fleet import Fleet
 from scripts.replay.laws import Constant, Crowded, Law, stream
 from scripts.replay.options import Options
 from scripts.replay.outcome import Intervals, Outcome, peak_overlap
-from scripts.replay.policies import Clairvoyant, Plan
+from scripts.replay.policy import Plan
 from scripts.replay.traces import Trace
 
 Floats = NDArray[np.float64]

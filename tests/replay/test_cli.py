@@ -92,8 +92,11 @@ def test_usage_and_refused_input_exit_2(arguments: list[str], capsys: pytest.Cap
 
 
 def test_search_exits_3_if_the_goal_cannot_be_met(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["search", *SHORT, "--startup", "70", "--max-wait", "0.1"]) == 3
-    assert "No setting meets the goal. Nearest:" in capsys.readouterr().out
+    assert main(["search", *SHORT, "--startup", "70", "--max-wait", "0.1", "--max-workers", "2"]) == 3
+    assert (
+        "No setting meets the goal (least GPU time with a max wait of at most 0.1 s). Nearest:"
+        in capsys.readouterr().out
+    )
 
 
 def test_search_prints_console_lines(capsys: pytest.CaptureFixture[str]) -> None:

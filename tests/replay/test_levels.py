@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts.replay.gap_policies import best_retention
 from scripts.replay.laws import Constant
 from scripts.replay.levels import retention_curve
-from scripts.replay.policies import best_retention, parse_plan
+from scripts.replay.policies import parse_plan
 from scripts.replay.simulate import simulate
 from scripts.replay.traces import Trace, single_pool
 from scripts.replay.workload import synthetic

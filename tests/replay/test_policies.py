@@ -11,7 +11,8 @@ from loader.errors import RequestError
 from scripts.replay.laws import Constant
 from scripts.replay.levels import retention_curve
 from scripts.replay.options import Options
-from scripts.replay.policies import Setup, parse_plan
+from scripts.replay.policies import parse_plan
+from scripts.replay.policy import Setup
 from scripts.replay.simulate import simulate
 from scripts.replay.specs import split_specs
 from scripts.replay.traces import Trace, single_pool

@@ -13,7 +13,7 @@ import pytest
 
 from loader.errors import RequestError
 from scripts.replay import reading
-from scripts.replay.cli import write_trace
+from scripts.replay.cli_files import write_trace
 from scripts.replay.importers import fleet_check, import_trace, startups_from_timelines
 from scripts.replay.laws import parse_law
 from scripts.replay.reading import Columns, read_trace

@@ -41,10 +41,20 @@ def test_slow_start_under_a_cold_limit_pays_for_it() -> None:
 
 
 def test_goal_out_of_reach_names_the_nearest() -> None:
-    found = search(TRACE, "70", Goal("max", 0.5), Options(), Prices())
+    found = search(TRACE, "70", Goal("max", 0.5), Options(max_workers=3), Prices())
     assert found["chosen"] is None
     assert found["nearest"]["wait_s"]["max"] > 0.5
     assert "console" not in found
+
+
+@pytest.mark.parametrize("goal", [Goal("max", 0.0), Goal("p95", 1.0), Goal("cold", 0.02)], ids=str)
+def test_a_warm_fleet_is_found_where_no_retention_is_enough(goal: Goal) -> None:
+    """A floor of the peak load never makes anyone wait, so any such goal can be met; fewer may be enough."""
+    found = search(TRACE, "20", goal, Options(), Prices())
+    assert goal.is_met(found["chosen"])
+    whole = f"fixed:{found['estimate']['retention_s']:.3g}+floor:{found['nearest']['peak_workers']}"
+    warm = run_case(TRACE, Case("20", whole, Options(), Prices()))
+    assert found["chosen"]["gpu_hours"] <= 1.01 * warm["gpu_hours"]
 
 
 def test_priced_waiting_is_no_worse_than_the_curve() -> None:
