@@ -26,15 +26,19 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "worker": ("runtime.worker:main", "one worker process, driven over stdin and stdout"),
     "replay": ("scripts.replay.cli:main", "replay request traces against autoscaling policies"),
 }
+SERVE_PACKAGES = frozenset({"starlette", "uvicorn", "msgspec", "python_multipart"})
 VERSION = "2026.12.0"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors of this project print one line on stderr, without traceback."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help", "help"):
+    if not args:
+        print(_usage(), file=sys.stderr)
+        return 2
+    if args[0] in ("-h", "--help", "help"):
         print(_usage())
-        return 0 if args else 2
+        return 0
     if args[0] in ("-V", "--version"):
         print(f"coldframe {VERSION}")
         return 0
@@ -59,12 +63,17 @@ def _load(command: str) -> Callable[[Sequence[str]], int]:
     try:
         run: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
     except ModuleNotFoundError as error:
-        if error.name is not None and error.name.split(".")[0] == "scripts":
+        missing = (error.name or "").partition(".")[0]
+        if missing == "scripts":
             raise CapabilityError(
-                f"`coldframe {command}` needs a checkout of the project",
-                where="scripts",
+                f"`coldframe {command}` needs a checkout of the project", where="scripts",
                 hint="git clone it and run there",
-            ) from error
+            ) from error  # fmt: skip
+        if missing in SERVE_PACKAGES:
+            raise CapabilityError(
+                f"`coldframe {command}` needs a package that is not installed", where=missing,
+                hint="pip install 'coldframe[serve]', or in a checkout pip install -e '.[serve]'",
+            ) from error  # fmt: skip
         raise
     return run
 

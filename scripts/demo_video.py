@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from loader.errors import InternalError
+from runtime.timeline_views import spoken
 from scripts.tiny_checkpoint import write_tiny_checkpoint
 
 PROMPT = "Rain on a tin roof at night; a lamp sways. <d>[English] We are home.</d>"
@@ -95,9 +97,21 @@ def _report(result: Mapping[str, Any], seconds: Mapping[str, float], video: Path
     )
     print(f"timeline   {timeline.resolve()}  (open in Perfetto)")
     print(f"picture    {timeline.with_suffix('.svg').resolve()}")
-    print("\nseconds from the worker's first instruction")
-    for name, value in result["headline"].items():
-        print(f"  {name.replace('_', ' '):<24}{value:8.3f}")
+    print("\nseconds from the worker's first instruction (DiT: the denoising transformer)")
+    for name, value in sorted(result["headline"].items(), key=lambda item: float(item[1])):
+        print(f"  {spoken(name):<24}{value:8.3f}")
     print("\nseconds of each part of the demo")
     for name, value in seconds.items():
         print(f"  {name:<40}{value:8.2f}")
+    program, bundle = _program(), video.parent / "bundle"
+    print(f'\nnext       {program} generate {bundle} --prompt "…" --output mine.mp4')
+    print(f"           COLDFRAME_API_KEYS=my-key {program} serve --bundle {bundle}")
+
+
+def _program() -> str:
+    """How the user can call this program: by name where the shell finds it, else by its place in the environment."""
+    beside = Path(sys.executable).with_name("coldframe")
+    if shutil.which("coldframe") == str(beside) or not beside.exists():
+        return "coldframe"
+    here = Path.cwd()
+    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)

@@ -91,7 +91,7 @@ def test_from_prompt_to_playing_video(service: ServiceProcess, browser: Browser,
     )
     assert "Finished" in browser.text("#said")
     assert browser.script("return document.querySelector('video').videoWidth") == 192
-    assert "first dit entry" in browser.text("#headline")
+    assert "first DiT entry" in browser.text("#headline")
     assert "completed" in browser.text("#list")
     browser.screenshot(tmp_path / "finished.png")
     assert (tmp_path / "finished.png").stat().st_size > 20_000
