@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from av.stream import Stream
 
 MOVIE_TIMESCALE = 96_000  # a multiple of 24 frames and 32,000 samples a second
+# The header says all; without this a picture is decoded as well, which would be the last unit's 5 to 15 ms.
+_ONLY_THE_HEADER = {"probesize": "32"}
 _INDEX_BYTES = 4096
 _INDEX_BYTES_PER_PACKET = 40  # entries of stsz, stco (64 bit), stsc, ctts, stss, rounded up
 
@@ -59,18 +61,20 @@ class Encoded:
 
 
 def read_unit(data: bytes, first_frame: int, fps: int) -> Encoded:
-    """An encoded unit with its frames numbered from `first_frame`. Raises: InternalError: its times are not frames."""
+    """An encoded unit with its frames numbered from `first_frame`; it has no B pictures, so decoding times are those of
+    display. Raises: InternalError: its times are not frames, or in another order."""
     grid = Fraction(1, fps)
     source, template, packets = _demux(data, "video encoder")
-    pieces = []
-    for content, pts, dts, is_keyframe in packets:
-        times = (pts / grid, dts / grid)
-        if any(time.denominator != 1 for time in times):
-            raise InternalError("a packet lies between frames", where="video encoder", found=times)
-        frame, order = (first_frame + int(time) for time in times)
-        pieces.append(Piece(content, frame, order, 1, grid, is_keyframe))
-    if not pieces or not pieces[0].is_keyframe:
+    times = [time / grid for _, time, _ in packets]
+    if any(time.denominator != 1 for time in times) or times != sorted(set(times)):
+        found = [str(time) for time in times]
+        raise InternalError("packets are not frame by frame in order", where="video encoder", found=found)
+    if not packets or not packets[0][2]:
         raise InternalError("a unit does not begin with a keyframe", where="video encoder")
+    pieces = [
+        Piece(content, first_frame + int(time), first_frame + int(time), 1, grid, is_keyframe)
+        for (content, _, is_keyframe), time in zip(packets, times, strict=True)
+    ]
     return Encoded(template, template.codec_context.extradata or b"", pieces, source)
 
 
@@ -79,25 +83,24 @@ def read_sound(data: bytes, samples: int, sample_rate: int) -> Encoded:
     grid = Fraction(1, sample_rate)
     source, template, packets = _demux(data, "audio encoder")
     pieces = []
-    for content, pts, _, _ in packets:
-        start = int(pts / grid) - AAC_FRAME
+    for content, time, _ in packets:
+        start = int(time / grid) - AAC_FRAME
         if start < samples:
             pieces.append(Piece(content, start, start, min(AAC_FRAME, samples - start), grid, True))
     return Encoded(template, template.codec_context.extradata or b"", pieces, source)
 
 
-def _demux(
-    data: bytes, where: str
-) -> tuple[InputContainer, Stream, list[tuple[bytes, Fraction, Fraction, bool]]]:
+def _demux(data: bytes, where: str) -> tuple[InputContainer, Stream, list[tuple[bytes, Fraction, bool]]]:
+    """Content, time in seconds and whether it is a keyframe, of every packet. Raises: InternalError: unreadable."""
     import av
 
     try:
-        source = av.open(io.BytesIO(data), "r", format="nut")
+        source = av.open(io.BytesIO(data), "r", format="nut", options=_ONLY_THE_HEADER)
         stream = source.streams[0]
         packets = [
-            (bytes(packet), packet.pts * packet.time_base, packet.dts * packet.time_base, packet.is_keyframe)
+            (bytes(packet), packet.pts * packet.time_base, packet.is_keyframe)
             for packet in source.demux(stream)
-            if packet.pts is not None and packet.dts is not None and packet.time_base is not None
+            if packet.pts is not None and packet.time_base is not None
         ]
     except (OSError, av.FFmpegError, IndexError) as error:
         raise InternalError("an encoder's result is unreadable", where=where, found=error) from error
