@@ -89,6 +89,13 @@ def _prepare_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", default="cpu", help="where `--adaln match` computes them")
     parser.add_argument(
+        "--codec",
+        choices=("none", "ans"),
+        default="none",
+        help="ans: store large tensors coded, bit for bit, for NVIDIA GPUs to unpack at the start: two thirds of the bytes"
+        " of bfloat16 weights. Needs a GPU and nvCOMP here and there (default: none, for every machine)",
+    )
+    parser.add_argument(
         "--variant", default="auto", help="what the checkpoint must be (default: what its files say)"
     )
     parser.add_argument("--repository", default="", help="recorded in the manifest")
@@ -136,6 +143,7 @@ def _prepare(args: argparse.Namespace) -> None:
         variant=args.variant,
         repository=args.repository,
         revision=args.revision,
+        codec=args.codec,
         ranks=tuple(sorted(set(args.ranks))) or (1,),
         kernels=tuple(sorted(set(args.kernels))),
         max_file_bytes=int(args.max_file_gib * (1 << 30)),
@@ -156,6 +164,10 @@ def _prepare(args: argparse.Namespace) -> None:
     size, seconds = result.num_bytes / 1e9, format_seconds(result.seconds)
     _say(f"{result.target}: {result.num_files} files, {size:.2f} GB in {seconds}", sys.stdout)
     _say(f"manifest SHA-256: {result.manifest_sha256}", sys.stdout)
+    if args.codec != "none":
+        from prepare.codec_advice import advise_here
+
+        _say(str(advise_here(result.target)), sys.stdout)
     _say(f"next: coldframe validate {result.target}", sys.stdout)
 
 

@@ -108,29 +108,44 @@ class CodedFile:
         return cls(**known)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Coding:
+    """With what and how to code."""
+
+    encoder: PieceEncoder
+    limits: CodecLimits = field(default_factory=CodecLimits)
+
+
+def choose_tensors(
+    source: BinaryIO, header: Header, tensors: Sequence[RawTensor], coding: Coding
+) -> list[bool]:
+    """For each tensor of a raw file whether it is worth coding.
+
+    Args:
+        header: of the source. tensors: its tensors in file order, fillers left out.
+    """
+    encoder, limits = coding.encoder, coding.limits
+    return [_is_worth_it(source.fileno(), header, tensor, encoder, limits) for tensor in tensors]
+
+
 def encode_file(
     source: BinaryIO,
     header: Header,
     tensors: Sequence[RawTensor],
+    chosen: Sequence[bool],
     target: BinaryIO,
-    encoder: PieceEncoder,
+    coding: Coding,
     advance: Advance,
-    limits: CodecLimits | None = None,
-) -> CodedFile | None:
+) -> CodedFile:
     """Write the coded form of one prepared file.
 
     Args:
-        source, target: open for reading, and for reading and writing; both unbuffered by position.
-        header: of the source. tensors: its tensors in file order, fillers left out.
+        chosen: of `choose_tensors`; at least one is to be coded.
+        target: open for reading and writing.
         advance: called with the number of plain bytes after every batch; may raise to stop.
-    Returns: None: nothing in the file is worth coding; the target is of no use then.
     """
-    limits = limits or CodecLimits()
-    sampled = [_is_worth_it(source.fileno(), header, tensor, encoder, limits) for tensor in tensors]
-    if not any(sampled):
-        return None
-    writer = _Writer(source.fileno(), target.fileno(), header, encoder, advance, limits)
-    for tensor, is_coded in zip(tensors, sampled, strict=True):
+    writer = _Writer(source.fileno(), target.fileno(), header, coding.encoder, advance, coding.limits)
+    for tensor, is_coded in zip(tensors, chosen, strict=True):
         writer.add(tensor, is_coded)
     return writer.finish()
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,7 +15,7 @@ from loader.codec.pieces import TABLE_PATH
 from loader.errors import ArtifactError
 from loader.header import read_header
 from loader.manifest import MANIFEST_NAME, encode_manifest, read_manifest
-from prepare.codec import Advance, CodecLimits, CodedFile, PieceEncoder, encode_file
+from prepare.codec import Advance, CodedFile, Coding, choose_tensors, encode_file
 from prepare.codec_manifest import coded_manifest, raw_tensors
 
 WORKERS = 4  # files at a time: each costs its size in free space until its raw form is gone
@@ -42,27 +42,36 @@ def encode_prepared(
     path: Path,
     manifest: Mapping[str, Any],
     file: int,
-    target: BinaryIO,
-    encoder: PieceEncoder,
+    new_file: Callable[[], AbstractContextManager[BinaryIO]],
+    coding: Coding,
     advance: Advance,
-    limits: CodecLimits | None = None,
 ) -> CodedFile | None:
-    """`encode_file` of the file with this index in a raw manifest. Raises: ArtifactError: it is not what that says."""
+    """Code the file with this index of a raw manifest. None: nothing in it is worth it, and no file was made.
+
+    Args:
+        new_file: opens the file to write, for reading and writing.
+    Raises: ArtifactError: the file is not what the manifest says.
+    """
+    if not is_candidate(manifest, file):
+        return None
     header = read_header(path)
     if header.file_bytes != manifest["files"][file]["size"]:
         raise ArtifactError("file is not the one in the manifest", where=str(path), found=header.file_bytes)
+    tensors = raw_tensors(manifest, file, header)
     with path.open("rb") as source:
-        tensors = raw_tensors(manifest, file, header)
-        return encode_file(source, header, tensors, target, encoder, advance, limits)
+        chosen = choose_tensors(source, header, tensors, coding)
+        if not any(chosen):
+            return None
+        with new_file() as target:
+            return encode_file(source, header, tensors, chosen, target, coding, advance)
 
 
 def encode_directory(
     source: Path,
     target: Path,
-    encoder: PieceEncoder,
+    coding: Coding,
     *,
     consume: bool = False,
-    limits: CodecLimits | None = None,
     advance: Advance = lambda num_bytes: None,
     workers: int = WORKERS,
 ) -> CodecReport:
@@ -80,12 +89,12 @@ def encode_directory(
     target.mkdir(parents=True)
 
     def one(index: int) -> CodedFile | None:
-        return _one_file(source, target, manifest, index, encoder, advance, limits, consume)
+        return _one_file(source, target, manifest, index, coding, advance, consume)
 
     with ThreadPoolExecutor(workers, thread_name_prefix="codec") as pool:
         found = dict(enumerate(pool.map(one, range(len(manifest["files"])))))
     coded = {index: file for index, file in found.items() if file is not None}
-    result, table = coded_manifest(manifest, coded, encoder, limits)
+    result, table = coded_manifest(manifest, coded, coding)
     if table:
         (target / TABLE_PATH).parent.mkdir(parents=True, exist_ok=True)
         (target / TABLE_PATH).write_bytes(table)
@@ -99,17 +108,15 @@ def _one_file(
     target: Path,
     manifest: Mapping[str, Any],
     index: int,
-    encoder: PieceEncoder,
-    advance: Callable[[int], None],
-    limits: CodecLimits | None,
+    coding: Coding,
+    advance: Advance,
     consume: bool,
 ) -> CodedFile | None:
     path = manifest["files"][index]["path"]
     (target / path).parent.mkdir(parents=True, exist_ok=True)
-    coded = None
-    if is_candidate(manifest, index):
-        with (target / path).open("w+b") as file:
-            coded = encode_prepared(source / path, manifest, index, file, encoder, advance, limits)
+    coded = encode_prepared(
+        source / path, manifest, index, lambda: (target / path).open("w+b"), coding, advance
+    )
     if coded is None:
         shutil.copyfile(source / path, target / path)
     if consume:
@@ -137,7 +144,3 @@ def report_of(plain: Mapping[str, Any], coded: Mapping[str, Any], sha256: str) -
 
     count = sum("coded" in record for record in coded["tensors"].values())
     return CodecReport(sha256, sizes(plain), sizes(coded), count)
-
-
-def num_workers() -> int:
-    return max(1, min(WORKERS, len(os.sched_getaffinity(0))))

@@ -8,34 +8,34 @@ from collections.abc import Mapping
 from typing import Any
 
 from loader.codec.pieces import BYTES_PER_PIECE, TABLE_PATH, decode_table
-from loader.header import Header
+from loader.errors import ArtifactError
+from loader.header import PAD_PREFIX, Header
 from loader.manifest import CODED_MAJOR, FORMAT_NAME, local_name
-from prepare.codec import CodecLimits, CodedFile, PieceEncoder, RawTensor
+from prepare.codec import CodedFile, Coding, RawTensor
 
 
 def raw_tensors(manifest: Mapping[str, Any], file: int, header: Header) -> list[RawTensor]:
-    """Tensors of one file in file order, as its header and the (raw) manifest have them."""
-    records = {
-        (record["offset"], record["bytes"]): (name, record)
+    """Tensors of one file in file order, as its header and the (raw) manifest have them.
+
+    Raises: ArtifactError: the two disagree.
+    """
+    groups = {
+        local_name(name, record["group"]): record["group"]
         for name, record in manifest["tensors"].items()
         if record["file"] == file
     }
-    found = []
-    for entry in header.tensors:
-        if (entry.begin, entry.num_bytes) in records:
-            name, record = records[entry.begin, entry.num_bytes]
-            if local_name(name, record["group"]).endswith(entry.name):
-                found.append(
-                    RawTensor(entry.name, entry.dtype, entry.shape, entry.begin, entry.end, record["group"])
-                )
-    return found
+    entries = [entry for entry in header.tensors if not entry.name.startswith(PAD_PREFIX)]
+    if {entry.name for entry in entries} != set(groups):
+        raise ArtifactError(
+            "tensors of the header are not those of the manifest", where=manifest["files"][file]["path"]
+        )
+    return [RawTensor(e.name, e.dtype, e.shape, e.begin, e.end, groups[e.name]) for e in entries]
 
 
 def coded_manifest(
     manifest: Mapping[str, Any],
     files: Mapping[int, CodedFile],
-    encoder: PieceEncoder,
-    limits: CodecLimits | None = None,
+    coding: Coding,
 ) -> tuple[dict[str, Any], bytes]:
     """(manifest, bytes of the piece table) of a directory in which the files of these indexes were replaced.
 
@@ -53,16 +53,17 @@ def coded_manifest(
     table = _join(tables)
     for name, record in result["tensors"].items():
         if record["file"] in files:
-            _move_tensor(record, name, files[record["file"]], rows[record["file"]])
+            local = local_name(name, record["group"])
+            _move_tensor(record, local, files[record["file"]], rows[record["file"]])
     for group in result["groups"]:
         if group["file"] in files:
             group["place"], group["place_end"] = group["start"], group["end"]
             group["start"], group["end"] = files[group["file"]].groups[group["name"]]
     result["codec"] = {
-        "name": encoder.name,
-        "library": encoder.library,
-        "version": encoder.version,
-        "piece_bytes": (limits or CodecLimits()).piece_bytes,
+        "name": coding.encoder.name,
+        "library": coding.encoder.library,
+        "version": coding.encoder.version,
+        "piece_bytes": coding.limits.piece_bytes,
         "table": len(result["files"]),
     }
     nothing = {"data_start": None, "chunk_bytes": None, "chunks": None}
@@ -82,13 +83,8 @@ def _file(coded: CodedFile) -> dict[str, object]:
     }
 
 
-def _move_tensor(record: dict[str, Any], name: str, file: CodedFile, first_row: int) -> None:
+def _move_tensor(record: dict[str, Any], local: str, file: CodedFile, first_row: int) -> None:
     """`place` is where the tensor was; `head` and `tail` stay those of the tensor, `coded` has those of the file."""
-    local = next(
-        part
-        for part in (name.split("/", count)[-1] for count in range(1, name.count("/") + 1))
-        if part in file.places
-    )
     record["place"], record["offset"] = record["offset"], file.places[local]
     if local in file.coded:
         stored, row, head, tail = file.coded[local]

@@ -39,6 +39,7 @@ class PrepareOptions:
         fast path does before every product: half the bytes, the same pixels on a GPU. `dtype` float32 keeps them.
     adaln: how tables are computed; `device` only matters for `match`.
     ranks: numbers of ranks that the directory serves; with just 1 nothing is cut, and it serves any number whole.
+    codec: `ans` stores large tensors coded, without loss, for GPUs to unpack; `none` suits every machine.
     kernels: architectures to compile the operators for, see `kernels.catalog.ARCHITECTURES`.
     max_file_bytes: weight files are cut before this size. workers: files written at the same time; 0 = by CPUs.
     """
@@ -55,6 +56,7 @@ class PrepareOptions:
     variant: str = "auto"
     repository: str = ""
     revision: str = ""
+    codec: Literal["none", "ans"] = "none"
     ranks: tuple[int, ...] = (1,)
     kernels: tuple[str, ...] = ()
     max_file_bytes: int = 8 << 30

@@ -12,10 +12,14 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from loader.errors import ArtifactError
 from loader.manifest import MANIFEST_NAME, encode_manifest
 from prepare.adapters import Adapter
+from prepare.codec import Coding
+from prepare.codec_directory import WORKERS
+from prepare.codec_step import encode_staged, is_coded, open_coding
 from prepare.compile import require_compiler
 from prepare.digests import FileDigests
 from prepare.family import FamilySource, PrepareOptions, open_source
@@ -52,33 +56,37 @@ def prepare_checkpoint(
     replace_target: bool = False,
     report: Callable[[ProgressReport], None] | None = None,
     free_bytes: FreeBytes = free_disk_bytes,
+    coding: Coding | None = None,
 ) -> PrepareResult:
     """Prepare `checkpoint` into the new directory `target`, or continue an interrupted attempt.
 
     Args:
         checkpoint: published tree in either layout. target: must not exist, unless `replace_target`.
         report: called with progress, from any thread. free_bytes: free disk space of a folder.
+        coding: what codes the weights; None = what `options.codec` says.
     Raises: ArtifactError: the checkpoint is unusable (nothing is published, all problems of one kind are listed).
-    RequestError: unknown task or schedule. CapabilityError: disk full, or another prepare of this target is running.
+    RequestError: unknown task or schedule. CapabilityError: disk full, another prepare of this target is running, or
+    a codec that this machine cannot use.
     """
     started = time.monotonic()
     options = options or PrepareOptions()
     require_compiler(options.kernels)
+    coding = coding or open_coding(options.codec)
     source = open_source(checkpoint, options)
     plans = plan_weight_files(source.recipe.groups, source.family, options.max_file_bytes)
     with open_staging(
-        target.absolute(), _fingerprint(source, options, plans), replace=replace_target
+        target.absolute(), _fingerprint(source, options, plans, coding), replace=replace_target
     ) as staging:
-        run = _Run(source, options, staging, plans, report)
+        run = _Run(source, options, staging, plans, report, coding)
         reused = run.num_finished()
         staging.check_space(run.bytes_to_write(), free_bytes)
         written = run.write_files()
-        manifest = encode_manifest(build_manifest(source, options, run.source_files(), written))
+        content = run.encode(build_manifest(source, options, run.source_files(), written))
+        manifest = encode_manifest(content)
         with staging.new_file(MANIFEST_NAME) as file:
             file.write(manifest)
         staging.publish()
-    written_files = (*written.files, *written.kernel_files)
-    sizes = [digests.size for _, digests in written_files] + [written.tokenizer.size, len(manifest)]
+    sizes = [file["size"] for file in content["files"]] + [len(manifest)]
     return PrepareResult(
         target=target,
         manifest_sha256=hashlib.sha256(manifest).hexdigest(),
@@ -90,7 +98,9 @@ def prepare_checkpoint(
     )
 
 
-def _fingerprint(source: FamilySource, options: PrepareOptions, plans: list[PlannedFile]) -> str:
+def _fingerprint(
+    source: FamilySource, options: PrepareOptions, plans: list[PlannedFile], coding: Coding | None
+) -> str:
     """Digest of everything that decides bytes; source files by size and time, because hashing them takes minutes."""
     states = {
         str(path): (status.st_size, status.st_mtime_ns)
@@ -104,6 +114,7 @@ def _fingerprint(source: FamilySource, options: PrepareOptions, plans: list[Plan
         "config": source.config(),
         "headers": [hashlib.sha256(plan.header).hexdigest() for plan in plans],
         "sources": states,
+        "coding": coding and [coding.encoder.library, coding.encoder.version, *vars(coding.limits).values()],
     }
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
@@ -122,8 +133,10 @@ class _Run:
         staging: Staging,
         plans: Sequence[PlannedFile],
         report: Callable[[ProgressReport], None] | None,
+        coding: Coding | None = None,
     ) -> None:
         self._source, self._options, self._staging, self._plans = source, options, staging, plans
+        self._coding = coding
         self._stop = threading.Event()
         weights = [[path] for path in source.read_files if path.suffix == ".safetensors"]
         self._adapter_units = [[adapter.path] for adapter in source.adapters]
@@ -136,9 +149,21 @@ class _Run:
         return sum(self._is_done(plan.path) for plan in self._all_plans())
 
     def bytes_to_write(self) -> int:
-        """Bytes of output files that are not finished."""
+        """Bytes of output files that are not finished, and of those that are coded at a time beside their raw form."""
         sizes = [plan.num_bytes for plan in self._all_plans() if not self._is_done(plan.path)]
-        return sum(sizes) + len(self._source.tokenizer)
+        beside = sorted(plan.num_bytes for plan in self._uncoded())[-WORKERS:]
+        return sum(sizes) + sum(beside) + len(self._source.tokenizer)
+
+    def _uncoded(self) -> list[PlannedFile]:
+        if self._coding is None:
+            return []
+        return [plan for plan in self._plans if not is_coded(self._staging.finished(plan.path))]
+
+    def encode(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        """Code what was written, if asked to; the manifest of the result."""
+        if self._coding is None:
+            return manifest
+        return encode_staged(self._staging, manifest, self._coding, self._advance)
 
     def write_files(self) -> WrittenFiles:
         """Write what is missing, all of it in parallel; the longest jobs first."""
@@ -198,7 +223,8 @@ class _Run:
         ]
         outputs = [plan for plan in self._plans if not self._is_done(plan.path)]
         tables = 0 if self._is_done(_TABLES) else self._source.table_bytes()
-        return sum(path.stat().st_size for path in hashed) + sum(map(self._read_bytes, outputs)) + tables
+        written = sum(map(self._read_bytes, outputs)) + sum(map(self._read_bytes, self._uncoded()))
+        return sum(path.stat().st_size for path in hashed) + written + tables
 
     def _read_bytes(self, plan: PlannedFile) -> int:
         return sum(placed.end - placed.begin for placed in plan.tensors if placed.output is not None)

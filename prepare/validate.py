@@ -15,6 +15,7 @@ from pathlib import Path
 from loader.errors import ArtifactError
 from loader.header import PAD_PREFIX, TensorEntry, read_header
 from loader.manifest import EDGE_BYTES, MANIFEST_NAME, FileRecord, Manifest, TensorRecord, read_manifest
+from prepare.codec_check import piece_problems
 from prepare.digests import ChunkDigests, edge_digest
 from prepare.repack import as_words
 from prepare.scan import FiniteScan
@@ -53,7 +54,7 @@ def validate_directory(
     with ThreadPoolExecutor(workers, thread_name_prefix="validate") as pool:
         checks = pool.map(lambda index: _check_file(manifest, index, advance), range(len(manifest.files)))
         problems += [problem for found in checks for problem in found]
-    problems += [*_schedules(manifest), *compiled_problems(manifest)]
+    problems += [*_schedules(manifest), *compiled_problems(manifest), *piece_problems(manifest)]
     return ValidationReport(
         manifest.sha256,
         len(manifest.files),
@@ -150,10 +151,11 @@ def _check_tensors(
     yield from _compare_header(record.path, header.tensors, tensors)
     with path.open("rb") as file:
         for tensor in tensors:
-            edge = min(tensor.bytes, EDGE_BYTES)
+            edge = min(tensor.stored_bytes, EDGE_BYTES)
+            head, tail = (tensor.head, tensor.tail) if tensor.coded is None else tensor.coded[2:]
             for kind, offset, expected in (
-                ("first", tensor.offset, tensor.head),
-                ("last", tensor.offset + tensor.bytes - edge, tensor.tail),
+                ("first", tensor.offset, head),
+                ("last", tensor.offset + tensor.stored_bytes - edge, tail),
             ):
                 file.seek(data_start + offset)
                 if edge_digest(file.read(edge)) != expected:
@@ -170,8 +172,11 @@ def _compare_header(
     for tensor in tensors:
         entry = in_file.pop(tensor.offset, None)
         found = None if entry is None else (entry.dtype, entry.shape, entry.num_bytes)
-        if entry is None or found != (tensor.dtype, tensor.shape, tensor.bytes):
-            expected = f"{tensor.dtype} {list(tensor.shape)} at {tensor.offset}"
+        as_stored = (tensor.dtype, tensor.shape, tensor.bytes)
+        if tensor.coded is not None:
+            as_stored = ("U8", (tensor.stored_bytes,), tensor.stored_bytes)
+        if entry is None or found != as_stored:
+            expected = f"{as_stored[0]} {list(as_stored[1])} at {tensor.offset}"
             yield f"{path}: {tensor.name}: the header has {found}, expected {expected}"
         elif not tensor.name.endswith(f"/{entry.name}"):
             yield f"{path}: {tensor.name}: the header calls it {entry.name}"

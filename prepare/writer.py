@@ -100,6 +100,8 @@ def byte_options(source: FamilySource, options: PrepareOptions) -> dict[str, obj
         result["lora"] = [{"name": path.name, "scale": scale} for path, scale in options.lora]
     if options.kernels:
         result["kernels"] = list(options.kernels)
+    if options.codec != "none":
+        result["codec"] = options.codec
     if options.ranks != (1,):
         result["ranks"] = list(options.ranks)
     if options.adaln == "match":

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from loader.manifest import Manifest, read_manifest
-from prepare.codec import CodecLimits
+from prepare.codec import CodecLimits, Coding
 from prepare.codec_directory import encode_directory
 from tests.fakes.codec import FakeEncoder
 from tests.loader.prepared import SMALL, Layout, Prepared, write_prepared
@@ -22,7 +22,7 @@ def write_coded(
     raw = write_prepared(
         folder / "raw", layout, orders, chunk_bytes=limits.block_bytes, seed=seed, letters=letters
     )
-    encode_directory(folder / "raw", folder / "coded", FakeEncoder(), limits=limits, workers=1)
+    encode_directory(folder / "raw", folder / "coded", Coding(FakeEncoder(), limits), workers=1)
     manifest = json.loads((folder / "coded" / "manifest.json").read_bytes())
     return Prepared(folder / "coded", manifest, raw.content)
 
