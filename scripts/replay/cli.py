@@ -15,12 +15,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from loader.errors import RequestError, WorkerError
+from loader.errors import CapabilityError, RequestError, WorkerError
 from scripts.replay.cli_files import add_generate, add_import
 from scripts.replay.cli_options import add_model, add_trace, build_options, plan_suffix
-from scripts.replay.cli_output import add_json, emit, print_pairs, write_text
+from scripts.replay.cli_output import add_json, check_outputs, emit, print_pairs, write_text
 from scripts.replay.cli_search import add_search
-from scripts.replay.cli_trace import about, load_trace
+from scripts.replay.cli_trace import about, load_trace, require_requests
 from scripts.replay.findings import findings
 from scripts.replay.laws import parse_law
 from scripts.replay.measures import compare
@@ -46,13 +46,18 @@ def main(argv: Sequence[str]) -> int:
         return int(leave.code or 0)
     arguments.command_line = shlex.join(["replay", *argv])
     try:
+        check_outputs(arguments)
         return int(arguments.run(arguments))
     except WorkerError as error:
         print(f"replay: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 1
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            sys.stderr.close()  # the reader of our output has left
+            return 1
+        # Disk full, or a file that went away: nothing half-written has the name of a result.
+        print(f"replay: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        return CapabilityError.exit_code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -113,11 +118,18 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    trace = load_trace(arguments)
     options, prices = build_options(arguments)
     suffix = plan_suffix(arguments)
     startups = split_specs(arguments.startup)
     policies = [policy + suffix for policy in split_specs(arguments.policy)]
+    for startup in startups:
+        parse_law(startup, where="--startup")
+    for policy in policies:
+        parse_plan(policy)
+    if arguments.jobs < 1:
+        raise RequestError("too few processes", where="--jobs", found=arguments.jobs, expected="≥ 1")
+    trace = load_trace(arguments)
+    require_requests(trace, options)
     to_file = arguments.json not in (None, "-")
     wants_pictures = (to_file or arguments.plots or arguments.report) and not arguments.no_pictures
     more = {"with_timeline": bool(wants_pictures or arguments.timeline_csv)}
@@ -125,10 +137,6 @@ def _run(arguments: argparse.Namespace) -> int:
     for system in arguments.system:
         policy, changed = parse_system(system, options)
         todo += [Case(startup, policy, changed, prices, **more) for startup in startups]
-    for startup in startups:
-        parse_law(startup, where="--startup")
-    for case in todo:
-        parse_plan(case.policy)
     results = Path(arguments.results) if arguments.results else None
     rows = run_sweep(
         trace, todo, jobs=arguments.jobs, ray=arguments.ray, results=results, resume=arguments.resume

@@ -143,6 +143,10 @@ def _generate(arguments: argparse.Namespace) -> int:
 def write_trace(trace: Trace, path: Path) -> None:
     """`timestamp,duration[,pool]` as CSV or Parquet, seconds, full precision."""
     names = [trace.pool_names[code] for code in trace.pools] if len(trace.pool_names) > 1 else None
+    if path.suffix not in (".csv", ".parquet"):
+        raise RequestError(
+            "unknown kind of file", where=str(path), found=path.suffix or "none", expected=".csv, .parquet"
+        )
     if path.suffix == ".parquet":
         arrow, parquet = require("pyarrow", "writing Parquet"), require("pyarrow.parquet", "writing Parquet")
         columns: dict[str, Any] = {

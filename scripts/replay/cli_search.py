@@ -9,7 +9,8 @@ from pathlib import Path
 from loader.errors import RequestError
 from scripts.replay.cli_options import add_model, add_trace, build_options
 from scripts.replay.cli_output import add_json, emit
-from scripts.replay.cli_trace import about, load_trace
+from scripts.replay.cli_trace import about, load_trace, require_requests
+from scripts.replay.laws import parse_law
 from scripts.replay.search import METRICS, Goal, search
 from scripts.replay.search_report import search_text, write_search_report
 
@@ -30,7 +31,6 @@ def add_search(parser: argparse.ArgumentParser) -> None:
 
 
 def _search(arguments: argparse.Namespace) -> int:
-    trace = load_trace(arguments)
     options, prices = build_options(arguments)
     limits = {
         metric: getattr(arguments, metric if metric == "cold" else f"{metric}_wait") for metric in METRICS
@@ -40,6 +40,9 @@ def _search(arguments: argparse.Namespace) -> int:
         raise RequestError("several limits", where="replay search", found=", ".join(given), expected="one")
     metric, limit = next(iter(given.items()), ("p95", None))
     goal = Goal(metric, limit, prices.wait_value if prices.wait_value > 0 else 1.0)
+    parse_law(arguments.startup, where="--startup")
+    trace = load_trace(arguments)
+    require_requests(trace, options)
     found = search(trace, arguments.startup, goal, options, prices)
     found["trace"] = about(trace)
     found["command"] = arguments.command_line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from fractions import Fraction
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from loader.errors import RequestError
 from scripts.replay.cli_options import trace_columns
 from scripts.replay.laws import parse_law
+from scripts.replay.options import Options
 from scripts.replay.reading import read_trace
 from scripts.replay.specs import parse_spec
 from scripts.replay.traces import (
@@ -27,7 +29,9 @@ from scripts.replay.workload import synthetic
 def load_trace(arguments: argparse.Namespace) -> Trace:
     """The trace of the options, with its service times; prints what was read and repaired."""
     if (arguments.trace is None) == (arguments.synthetic is None):
-        raise RequestError("one trace", where="replay", expected="a file, or --synthetic SPEC")
+        raise RequestError(
+            "exactly one trace is needed", where="trace", expected="a file, or --synthetic SPEC"
+        )
     law = arguments.duration
     if arguments.synthetic is not None:
         trace = synthetic(arguments.synthetic, arguments.seed)
@@ -86,3 +90,14 @@ def about(trace: Trace) -> dict[str, Any]:
         "digest": trace.digest(),
         **trace.facts,
     }
+
+
+def require_requests(trace: Trace, options: Options) -> None:
+    """Raises: RequestError: the accounted stretch holds no arrival, so that every figure would be empty."""
+    begin, end = options.window or (0.0, math.inf)
+    begin = max(begin, options.warmup_s)
+    if not ((trace.arrivals >= begin) & (trace.arrivals < end)).any():
+        raise RequestError(
+            "nothing to account for: every request is outside", where="--window, --warmup",
+            found=f"{begin:g} … {end:g} s", expected=f"some of 0 … {trace.arrivals[-1]:g} s",
+        )  # fmt: skip

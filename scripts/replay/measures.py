@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loader.errors import RequestError
 from scripts.replay.demand_policies import Target
 from scripts.replay.laws import Law
 from scripts.replay.options import Options
@@ -30,6 +31,16 @@ class Prices:
     gpu_s: float | None = None
     request: float = 0.0
     wait_value: float = 0.0
+
+    def __post_init__(self) -> None:
+        prices = (
+            ("--gpu-price", self.gpu_s or 0.0),
+            ("--request-price", self.request),
+            ("--wait-value", self.wait_value),
+        )
+        for option, price in prices:
+            if not 0 <= price < math.inf:
+                raise RequestError("not a price", where=option, found=price, expected="a number ≥ 0")
 
 
 def measure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
@@ -53,6 +54,10 @@ class Options:
         _one_of("binding", self.binding, BINDINGS)
         _one_of("dispatch", self.dispatch, DISPATCHES)
         _one_of("engine", self.engine, ("auto", "python", "numba", "fleet"))
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, float) and not 0 <= value < math.inf:
+                raise RequestError("out of range", where=item.name, found=value, expected="a number ≥ 0")
         for name in ("max_workers", "max_gpus", "queue_limit"):
             value = getattr(self, name)
             if value is not None and value < (0 if name == "queue_limit" else 1):

@@ -67,6 +67,18 @@ def read_trace(path: str, columns: Columns = BY_NAME, *, needs_duration: bool = 
     Raises: RequestError: the first problem of the file, with its line number.
     """
     data, label = _read_bytes(path)
+    try:
+        return _read(data, label, columns, needs_duration)
+    except RequestError as error:
+        if error.where is not None and not error.where.startswith("column "):
+            raise
+        raise RequestError(
+            error.message, where=label, found=error.found, expected=error.expected, hint=error.hint
+        ) from error
+
+
+def _read(data: bytes, label: str, columns: Columns, needs_duration: bool) -> Trace:
+    """By the form that the first bytes tell. Raises: RequestError, naming the file at least by its line."""
     if not data.strip():
         raise RequestError(
             "the file is empty: no rows", where=label, found=f"{len(data)} bytes", expected="rows"
@@ -88,7 +100,8 @@ def _read_bytes(path: str) -> tuple[bytes, str]:
     else:
         file = Path(path)
         if not file.is_file():
-            raise RequestError("no such file", where=path, expected="a trace file or -")
+            found = "a folder" if file.is_dir() else None
+            raise RequestError("no such file", where=path, found=found, expected="a trace file or -")
         data, label = file.read_bytes(), file.name
     if data[:2] == b"\x1f\x8b":
         data = _unzip(data, label)
@@ -315,7 +328,7 @@ def _from_table(
                 where=label,
                 found=", ".join(table.header)[:200],
                 expected=given or " | ".join(synonyms),
-                hint=f"name it with --{'time' if kind == 'timestamp' else 'duration'}-column",
+                hint=f"name it with {'--time' if kind == 'timestamp' else '--duration-column'}",
             )
     if not table.rows:
         raise RequestError(

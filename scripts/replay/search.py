@@ -8,6 +8,7 @@ figure says what the same choice costs on days it has not seen.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,6 +49,10 @@ class Goal:
             raise RequestError(
                 "unknown wait figure", where="goal", found=self.metric, expected=", ".join(METRICS)
             )
+        highest = 1.0 if self.metric == "cold" else math.inf
+        if self.limit is not None and not 0 <= self.limit <= highest:
+            option = "--cold" if self.metric == "cold" else f"--{self.metric}-wait"
+            raise RequestError("not a limit", where=option, found=self.limit, expected=f"0 … {highest:g}")
 
     def figure(self, row: dict[str, Any]) -> float:
         """The limited figure of one combination."""

@@ -100,11 +100,15 @@ def thin(trace: Trace, share: Fraction, seed: int) -> Trace:
 
 def stretch(trace: Trace, factor: float) -> Trace:
     """Multiplies the gaps between arrivals, never the service times."""
-    if factor <= 0:
-        raise RequestError("not a positive factor", where="--interval-scale", found=factor, expected="> 0")
+    _require_factor(factor, "--interval-scale")
     if factor == 1:
         return trace
     return replace(trace, arrivals=trace.arrivals * factor).noted(interval_scale=factor)
+
+
+def _require_factor(factor: float, option: str) -> None:
+    if not 0 < factor < np.inf:
+        raise RequestError("not a positive factor", where=option, found=factor, expected="> 0")
 
 
 def merge_pools(trace: Trace) -> Trace:
@@ -122,6 +126,7 @@ def with_durations(trace: Trace, law: Law, seed: int) -> Trace:
 
 def scale_durations(trace: Trace, factor: float) -> Trace:
     """Multiplies the service times, never the gaps."""
+    _require_factor(factor, "--duration-scale")
     return replace(trace, durations=trace.durations * factor).noted(duration_scale=factor)
 
 

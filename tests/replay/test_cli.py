@@ -91,6 +91,63 @@ def test_usage_and_refused_input_exit_2(arguments: list[str], capsys: pytest.Cap
     assert err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run"], "exactly one trace is needed"),
+        (["run", *SHORT, "--json", "/nowhere/x.json"], "--json /nowhere/x.json: cannot be written; found no such folder"),
+        (["run", *SHORT, "--report", "/"], "--report /: cannot be written; found a folder"),
+        (["generate", "ref:hours=2", "--out", "/nowhere/x.csv"], "no such folder"),
+        (["generate", "ref:hours=2", "--out", "trace.txt"], "trace.txt: unknown kind of file; found .txt"),
+        (["run", *SHORT, "--jobs", "0"], "--jobs"),
+        (["run", *SHORT, "--gpu-price", "-1"], "--gpu-price"),
+        (["run", *SHORT, "--wait-value", "nan"], "--wait-value"),
+        (["run", *SHORT, "--queue-timeout", "nan"], "queue_timeout_s"),
+        (["run", *SHORT, "--scale-delay", "-3"], "scale_delay_s"),
+        (["run", *SHORT, "--duration-scale", "0"], "--duration-scale"),
+        (["run", *SHORT, "--interval-scale", "nan"], "--interval-scale"),
+        (["run", *SHORT, "--warmup", "1e9"], "every request is outside"),
+        (["run", *SHORT, "--window", "99999:999999"], "every request is outside"),
+        (["search", *SHORT, "--cold", "2"], "--cold"),
+        (["search", *SHORT, "--p95-wait", "-1"], "--p95-wait"),
+        (["run", "/"], "no such file; found a folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_nonsense_is_refused_by_name_before_anything_is_written(
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert words in err
+    assert out == ""
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["--startup", "abc"], ["--policy", "abc"]], ids=" ".join)
+def test_misspelt_words_cost_no_reading(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "absent.csv", *arguments]) == 2
+    assert "abc" in capsys.readouterr().err
+
+
+def test_a_full_disk_exits_4_and_leaves_no_half_file(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096));"
+        "from scripts.replay.cli import main; sys.exit(main(['generate', 'ref:hours=2', '--out', sys.argv[1]]))"
+    )
+    path = tmp_path / "trace.csv"
+    command = [sys.executable, "-B", "-c", code, str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 4, done.stderr
+    assert "replay: output: File too large" in done.stderr
+    assert not path.exists()
+
+
 def test_search_exits_3_if_the_goal_cannot_be_met(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["search", *SHORT, "--startup", "70", "--max-wait", "0.1", "--max-workers", "2"]) == 3
     assert (

@@ -107,6 +107,7 @@ def test_refusals_name_the_line(text: str, words: list[str], tmp_path: Path) -> 
     with pytest.raises(RequestError) as refusal:
         read_trace(str(path))
     assert all(word in str(refusal.value).lower() for word in words), str(refusal.value)
+    assert str(refusal.value).startswith("trace.csv: ")
 
 
 @pytest.mark.parametrize(
