@@ -1,6 +1,6 @@
 # One replica of the HTTP service with its worker, for any host with an NVIDIA driver.
 #   docker build -t coldframe .
-#   docker run --gpus all -p 8000:8000 -e COLDFRAME_API_KEYS=… -v /srv/prepared:/weights:ro -v /srv/state:/state coldframe
+#   docker run --init --gpus all -p 8000:8000 -e COLDFRAME_API_KEYS=… -v /srv/prepared:/weights:ro -v /srv/state:/state coldframe
 # Only the container's start matters at run time: no compiler, pinned packages, bytecode that never goes stale.
 FROM python:3.12-slim-bookworm AS build
 COPY --from=ghcr.io/astral-sh/uv:0.13.9 /uv /usr/local/bin/uv
@@ -15,7 +15,7 @@ COPY runtime /src/runtime
 COPY loader /src/loader
 COPY kernels /src/kernels
 COPY manifests /src/manifests
-RUN uv pip install --python /opt/venv/bin/python --no-deps /src \
+RUN uv pip install --python /opt/venv/bin/python --no-deps --build-constraints /src/constraints.txt /src \
     && /opt/venv/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash \
        /opt/venv/lib/python3.12/site-packages/prepare /opt/venv/lib/python3.12/site-packages/runtime \
        /opt/venv/lib/python3.12/site-packages/loader /opt/venv/lib/python3.12/site-packages/kernels \
@@ -33,5 +33,5 @@ VOLUME ["/state"]
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=3s --start-period=5s \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=2)"]
+    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen('http://127.0.0.1:' + os.environ.get('COLDFRAME_SERVE_PORT', '8000') + '/health', timeout=2)"]
 ENTRYPOINT ["coldframe", "serve"]

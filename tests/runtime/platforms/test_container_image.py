@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import http.server
+import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from runtime.server.config import ServerConfig, worker_environment
@@ -46,6 +50,49 @@ def test_everything_that_is_copied_exists_and_nobody_is_root() -> None:
     assert not re.search(
         r"KEY|TOKEN|SECRET", "\n".join(line for line in DOCKERFILE.splitlines() if not line.startswith("#"))
     )
+
+
+def test_the_build_context_is_what_is_copied() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    kept = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    sources = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE)
+    assert lines[1] == "*"
+    assert kept == {name for line in sources for name in line.split()}
+    assert "**/__pycache__" in lines  # bytecode of another Python would travel along
+
+
+def test_versions_are_pinned_also_of_what_builds() -> None:
+    pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    packages = re.search(r"-c /src/constraints.txt \\\n\s+(.+)", DOCKERFILE)
+    assert packages is not None
+    assert set(packages[1].split()) <= pinned
+    assert "--build-constraints /src/constraints.txt" in DOCKERFILE
+    assert "hatchling" in pinned
+    assert all(
+        ":latest" not in line and ":" in line for line in DOCKERFILE.splitlines() if line.startswith("FROM")
+    )
+
+
+def test_the_health_check_asks_the_configured_port() -> None:
+    check = re.search(r"^\s+CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
+    assert check is not None
+    program = json.loads(check[1])
+    environ = {**os.environ, "COLDFRAME_SERVE_PORT": "1"}
+    done = subprocess.run([sys.executable, *program[1:]], env=environ, capture_output=True, check=False)
+    assert done.returncode != 0
+    with http.server.HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        environ["COLDFRAME_SERVE_PORT"] = str(server.server_port)
+        subprocess.run([sys.executable, *program[1:]], env=environ, check=True)
+
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
 
 
 def test_modules_are_compiled_so_that_no_start_looks_at_their_sources(tmp_path: Path) -> None:
