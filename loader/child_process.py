@@ -60,6 +60,12 @@ def parent_argument() -> str:
     return str(os.getpid() if is_main else 0)
 
 
+def search_path() -> list[str]:
+    """Where a child finds `loader` and `cuda.bindings`: this package's parent, then this process's own path."""
+    here = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))  # noqa: PTH120 - before pathlib is imported
+    return list(dict.fromkeys([here, *(os.path.abspath(path) for path in sys.path)]))  # noqa: PTH100 - links stay
+
+
 def spawn(program: Sequence[str], arguments: Sequence[str], fds: Sequence[int]) -> Child:
     """Run `program` in an isolated interpreter without site; it finds `fds` at FIRST_FD and up.
 

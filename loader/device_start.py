@@ -18,7 +18,7 @@ from loader.load_plan import LoadPlan, recut
 from loader.options import StreamOptions
 from loader.plan_wire import VERIFY_LEVELS, ReadSettings, encode_plan
 from loader.progress import LoadProgress
-from loader.reader_link import ChildReader, ReaderLink, spawn_reader
+from loader.reader_link import ReaderLink, spawn_reader
 from loader.remote_upload import RemoteUpload
 from loader.row_gather import RowDesk
 from loader.stream import WeightStream
@@ -136,11 +136,11 @@ class _DeviceLoad:
             self._patience, None if options.path else self.open_local,
         )  # fmt: skip
 
-    def _begin_remote(self, process: UploaderProcess) -> ChildReader:
+    def _begin_remote(self, process: UploaderProcess) -> ReaderLink:
         """Start the reader, give the process its work. Raises: OSError: one is not possible; both are ended then."""
         link = None
         try:
-            link = self._child_reader()
+            link = self._sharing_reader()
             self._begin(link)
             work = work_of(
                 self.plan, self.choice.slots, self.choice.slot_bytes, self.options.reserve_bytes, self.options.staging_slots
@@ -153,9 +153,9 @@ class _DeviceLoad:
             _end(process, link)
             raise OSError(f"{error}; uploader process: {ending}") from error
 
-    def _child_reader(self) -> ChildReader:
+    def _sharing_reader(self) -> ReaderLink:
         reader, self._reader = self._reader, None
-        return reader if isinstance(reader, ChildReader) else spawn_reader()
+        return reader if reader is not None and reader.can_share else spawn_reader()
 
     def open_local(self) -> Transport:
         """Path A, or what remains below it."""

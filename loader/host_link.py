@@ -1,8 +1,8 @@
-"""A rank's end of a reader that its host's ranks share: the same face as `loader.reader_link`, over a UNIX socket.
+"""A rank's end of a reader that its host's ranks share: the same face as `loader.reader_link`.
 
-From the leader: a greeting with the descriptors of ring and rows, then the reader's records, then the end. To it: the
-messages of the reader's `ctl`, and slots that were copied. A rank says BYE before it leaves; a socket that ends without
-it is a rank that died.
+Over a UNIX socket, from the host's hub: a greeting with the descriptors of ring and rows and of two pipes, for records
+and for slots; at the end perhaps ENDED and why. To it: the messages of the reader's `ctl`. A rank says BYE before it
+leaves; a socket that ends without it is a rank that died.
 """
 
 from __future__ import annotations
@@ -22,32 +22,35 @@ from loader.errors import InternalError
 GREETING = struct.Struct("<8sIQQ")  # magic, member, ring bytes, slot bytes
 MAGIC = b"cfhost1\0"
 JOIN = struct.Struct("<8sI")  # magic, member
-SLOTS, BYE = 100, 101  # message kinds beside those of the reader
-ENDED = 100  # record kind: why the leader stops; `bytes` of text follow, filled up to whole records
+BYE, ENDED = 101, 102  # message kinds beside those of the reader
 ROWS_OF_MEMBER = 1 << 40  # each member's part of the rows memory
 REQUESTS_OF_MEMBER = 1 << 24
 _CONNECT_STEP_S = 0.005
 
 
 def socket_address(run: str, first_rank: int) -> str:
-    """Abstract name of a host's leader: no file is left, and two runs do not meet."""
+    """Abstract name of a host's hub: no file is left, and two runs do not meet."""
     return f"\0coldframe-{os.getuid()}-{run}-{first_rank}"
 
 
 class HostLink:
-    """See `loader.reader_link.ReaderLink`. The leader has begun reading; slots come back to it."""
+    """See `loader.reader_link.ReaderLink`. The reader is at work already; slots come back to the hub.
+
+    Args:
+        fds: of ring, rows, records (to read) and slots (to write).
+    """
 
     kind = "shared"
+    can_share = True
 
     def __init__(
-        self, connection: socket.socket, member: int, fds: tuple[int, int], ring: tuple[int, int]
+        self, connection: socket.socket, member: int, fds: tuple[int, int, int, int], ring: tuple[int, int]
     ) -> None:
         self.ring_bytes, self.slot_bytes = ring
         self._socket = connection
         self._member = member
-        self._pool, self._rows = fds
+        self._pool, self._rows, self._records, self._slots = fds
         self._lock = threading.Lock()
-        self._rest = b""
         self._ended = ""
         self._has_begun = False
         self._is_stopped = False
@@ -55,10 +58,10 @@ class HostLink:
 
     @property
     def records_fd(self) -> int:
-        return self._socket.fileno()
+        return self._records
 
     def begin(self, plan: bytes, pool_bytes: int, cpus: Sequence[int] = ()) -> None:
-        """Nothing: the leader's plan is being read. The slots that are given first are the reader's already."""
+        """Nothing: the host's plan is being read. The slots that are given first are the reader's already."""
         if pool_bytes != self.ring_bytes:
             raise InternalError(
                 "ranks of a host disagree on the ring",
@@ -77,21 +80,19 @@ class HostLink:
                 os.close(self._pool)
             self._pool = -1
 
+    def shared_fds(self) -> tuple[int, int, int]:
+        """(ring, records to read, slots to write) for an uploader in another process; still owned here."""
+        return self._pool, self._records, self._slots
+
     def read_records(self) -> bytes:
-        data = self._rest
-        while not (whole := len(data) // wire.RECORD.size * wire.RECORD.size):
-            part = self._receive()
-            if not part:
-                return b""
-            data += part
-        self._rest = data[whole:]
-        return self._without_end(data[:whole])
+        return os.read(self._records, wire.RECORD.size * 1024)
 
     def give_slots(self, slots: Iterable[int]) -> None:
         if not self._has_begun:
             self._has_begun = True
             return
-        self.send(SLOTS, b"".join(map(wire.SLOT.pack, slots)))
+        with contextlib.suppress(OSError):  # a hub that is gone shows in `read_records`
+            os.write(self._slots, b"".join(map(wire.SLOT.pack, slots)))
 
     def send(self, kind: int, payload: bytes = b"") -> None:
         if kind == wire.GATHER:
@@ -102,12 +103,19 @@ class HostLink:
             try:
                 self._socket.sendall(wire.MESSAGE.pack(len(payload), kind) + payload)
             except OSError:
-                return  # the leader is gone, which shows in `read_records`
+                return  # the hub is gone, which shows in `read_records`
 
     def take_rows(self, place: int, count: int) -> bytes:
         return os.pread(self._rows, count, place + self._member * ROWS_OF_MEMBER)
 
     def crash_text(self) -> str:
+        """Why the hub ended the load, which it said before the record that led here."""
+        if not self._ended:
+            rest = b""
+            messages: list[tuple[int, bytes]] | None = []
+            while messages is not None and not messages:
+                messages, rest = receive_messages(self._socket, rest)
+            self._ended = b"".join(text for _, text in messages or ()).decode("utf-8", "replace")
         return self._ended
 
     def stop(self, grace_s: float = 0.0, drain: bool = False) -> str:
@@ -117,7 +125,7 @@ class HostLink:
                 self._is_stopped = True
                 with contextlib.suppress(OSError):  # the other end was quicker
                     self._socket.shutdown(socket.SHUT_RDWR)
-        return self._ended or "stopped, or the rank that owns the reader ended"
+        return self._ended or "stopped, or the process between the reader and its ranks ended"
 
     def close(self) -> None:
         with self._lock:
@@ -125,32 +133,32 @@ class HostLink:
                 return
             self._is_closed = True
         self.drop_pool()
-        os.close(self._rows)
+        for fd in (self._rows, self._records, self._slots):
+            os.close(fd)
         self._socket.close()
 
-    def _receive(self) -> bytes:
-        try:
-            return self._socket.recv(wire.RECORD.size * 1024)
-        except OSError:
-            return b""
 
-    def _without_end(self, data: bytes) -> bytes:
-        """Records up to the leader's last word, which becomes a CRASH record with that text."""
-        for at in range(0, len(data), wire.RECORD.size):
-            record = wire.RECORD.unpack_from(data, at)
-            if record[0] != ENDED:
-                continue
-            text = data[at + wire.RECORD.size :] + self._rest
-            while len(text) < record[4] and (part := self._receive()):
-                text += part
-            self._rest = b""
-            self._ended = text[: record[4]].decode("utf-8", "replace")
-            return data[:at] + wire.RECORD.pack(wire.CRASH, 0, wire.NO_SLOT, 0, 0, 0, 0, 0, 0, 0)
-        return data
+def receive_messages(connection: socket.socket, rest: bytes) -> tuple[list[tuple[int, bytes]] | None, bytes]:
+    """Whole messages (kind, payload), and the start of the next; None instead of messages: the other end is gone."""
+    try:
+        part = connection.recv(1 << 16)
+    except OSError:
+        part = b""
+    if not part:
+        return None, rest
+    data, messages = rest + part, []
+    while len(data) >= wire.MESSAGE.size:
+        length, kind = wire.MESSAGE.unpack_from(data)
+        end = wire.MESSAGE.size + length
+        if len(data) < end:
+            break
+        messages.append((kind, data[wire.MESSAGE.size : end]))
+        data = data[end:]
+    return messages, data
 
 
 def join_host(address: str, member: int, timeout_s: float) -> HostLink:
-    """Connect to the host's leader, which may start later than this rank.
+    """Connect to the host's hub, which may start later than this rank.
 
     Raises: InternalError: it did not come in time, or is not one of this program.
     """
@@ -170,8 +178,8 @@ def join_host(address: str, member: int, timeout_s: float) -> HostLink:
                 ) from error
             time.sleep(_CONNECT_STEP_S)
     connection.sendall(JOIN.pack(MAGIC, member))
-    data, fds, _, _ = socket.recv_fds(connection, GREETING.size, 2)
-    if len(data) != GREETING.size or len(fds) != 2 or data[:8] != MAGIC:
+    data, fds, _, _ = socket.recv_fds(connection, GREETING.size, 4, socket.MSG_CMSG_CLOEXEC)
+    if len(data) != GREETING.size or len(fds) != 4 or data[:8] != MAGIC:
         for fd in fds:
             os.close(fd)
         connection.close()
@@ -179,7 +187,8 @@ def join_host(address: str, member: int, timeout_s: float) -> HostLink:
             "the host's first rank refused this rank", where="loader", found=f"member {member}"
         )
     _, _, ring_bytes, slot_bytes = GREETING.unpack(data)
-    return HostLink(connection, member, (fds[0], fds[1]), (ring_bytes, slot_bytes))
+    pool, rows, records, slots = fds
+    return HostLink(connection, member, (pool, rows, records, slots), (ring_bytes, slot_bytes))
 
 
 def _as_member(payload: bytes, member: int) -> bytes:

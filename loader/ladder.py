@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from loader.errors import CapabilityError
 from loader.options import StreamOptions
-from loader.reader_link import ChildReader, ReaderLink, ThreadReader, spawn_reader
+from loader.reader_link import ReaderLink, ThreadReader, spawn_reader
 from loader.upload_wire import MOST_FDS
 from loader.uploader_link import UploaderProcess, spawn_uploader
 
@@ -55,7 +55,7 @@ def open_uploader(
         reason = "another path is forced"
     elif options.reader == "threads":
         reason = "the reader is forced to be threads of this process"
-    elif reader is not None and not isinstance(reader, ChildReader):
+    elif reader is not None and not reader.can_share:
         reason = f"the reader is of kind {reader.kind}"
     elif options.driver is not None and not options.uploader_driver:
         reason = "the driver exists in this process only"

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from loader import reader as wire
 from loader.child_process import FIRST_FD, STUCK, Child, parent_argument, spawn
+from loader.errors import InternalError
 
 _F_ADD_SEALS = 1033
 _SEAL_SHRINK_AND_GROW = 0x2 | 0x4
@@ -30,7 +31,8 @@ _MAX_CPUS_NAMED = 4096
 class ReaderLink(Protocol):
     """What stream and uploader need of a reader. Everything but `read_records` may be called from any thread."""
 
-    kind: str  # "child" | "threads"
+    kind: str  # "child" | "threads" | "shared"
+    can_share: bool  # whether another process may copy from its ring: then it has `shared_fds`
 
     @property
     def records_fd(self) -> int: ...
@@ -56,6 +58,10 @@ class ReaderLink(Protocol):
     def send(self, kind: int, payload: bytes = b"") -> None: ...
 
     def take_rows(self, place: int, count: int) -> bytes: ...
+
+    def shared_fds(self) -> tuple[int, int, int]:
+        """(ring, records to read, slots to write); only if `can_share`. Still owned here."""
+        ...
 
     def crash_text(self) -> str: ...
 
@@ -120,6 +126,7 @@ class ChildReader:
     """A reader in a process of its own. Created by `spawn_reader`."""
 
     kind = "child"
+    can_share = True
 
     def __init__(self, child: Child, pipes: _Pipes, fds: tuple[int, int, int]) -> None:
         self.pid = child.pid
@@ -153,10 +160,6 @@ class ChildReader:
                 os.close(self._pool)
             self._pool = -1
 
-    def memory_fds(self) -> tuple[int, int]:
-        """Descriptors of pool and rows memory, for other processes that copy from them."""
-        return self._pool, self._rows
-
     def take_rows(self, place: int, count: int) -> bytes:
         return os.pread(self._rows, count, place)
 
@@ -171,6 +174,11 @@ class ChildReader:
     def shared_fds(self) -> tuple[int, int, int]:
         """(pool, read end of `full`, write end of `free`) for an uploader in another process; still owned here."""
         return self._pool, self._pipes.full[0], self._pipes.free[1]
+
+    def hub_fds(self) -> tuple[int, int, int, int, int, int]:
+        """(`full` to read, `free` and `ctl` to write, pool, rows, plan) for a hub; still owned here."""
+        pipes = self._pipes
+        return pipes.full[0], pipes.free[1], pipes.ctl[1], self._pool, self._rows, self._plan
 
     def close(self) -> None:
         with self._lock:
@@ -233,6 +241,7 @@ class ThreadReader:
     """
 
     kind = "threads"
+    can_share = False
 
     def __init__(self, pool: memoryview | None = None) -> None:
         self._pipes = _Pipes()
@@ -283,6 +292,9 @@ class ThreadReader:
 
     def take_rows(self, place: int, count: int) -> bytes:
         return self._rows.pop(place)
+
+    def shared_fds(self) -> tuple[int, int, int]:
+        raise InternalError("this reader's ring is private", where="loader.reader_link", expected="can_share")
 
     def crash_text(self) -> str:
         return self._crash

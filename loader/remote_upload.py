@@ -22,7 +22,7 @@ from loader.errors import InternalError, WorkerError
 from loader.intake import Intake
 from loader.load_plan import LoadPlan
 from loader.progress import LoadProgress, closed_error
-from loader.reader_link import ChildReader
+from loader.reader_link import ReaderLink
 from loader.row_gather import RowDesk
 from loader.uploader_link import UploaderProcess
 
@@ -43,7 +43,7 @@ class RemoteUpload:
         self,
         plan: LoadPlan,
         process: UploaderProcess,
-        link: ChildReader,
+        link: ReaderLink,
         make_importer: Callable[[], Importer],
         intake: Intake,
         progress: LoadProgress,

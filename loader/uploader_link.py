@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from loader import upload_wire as talk
-from loader.child_process import FIRST_FD, Child, parent_argument, spawn
+from loader.child_process import FIRST_FD, Child, parent_argument, search_path, spawn
 from loader.devices import device_ordinal
 
 _PROGRAM = (
@@ -94,7 +92,7 @@ def spawn_uploader(device: str = "cuda", driver: str = "") -> UploaderProcess:
     ordinal = device_ordinal(device)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        paths = _search_path()
+        paths = search_path()
         arguments = [str(len(paths)), *paths, str(FIRST_FD), parent_argument(), str(max(ordinal, 0)), driver]
         child = spawn(["-c", _PROGRAM], arguments, [theirs.fileno()])
     except OSError as error:
@@ -103,9 +101,3 @@ def spawn_uploader(device: str = "cuda", driver: str = "") -> UploaderProcess:
     finally:
         theirs.close()
     return UploaderProcess(child, ours, max(ordinal, 0), driver)
-
-
-def _search_path() -> list[str]:
-    """Where the child finds `loader` and `cuda.bindings`: this package's parent, then this process's own path."""
-    here = str(Path(__file__).resolve().parent.parent)
-    return list(dict.fromkeys([here, *(os.path.abspath(path) for path in sys.path)]))  # noqa: PTH100 - links stay

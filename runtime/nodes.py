@@ -123,11 +123,14 @@ class WorkerStart:
 
     def spawn_processes(self) -> None:
         """The uploader for a GPU and the reader, unless a rung of the loader is forced that has none."""
+        self.spawn_uploader()
+        self.spawn_reader()
+
+    def spawn_uploader(self) -> None:
         if self.device == "cuda" and self.settings.loader_path in ("", "U"):
             from loader.uploader_link import spawn_uploader
 
             self.uploader = spawn_uploader(self.device)
-        self.spawn_reader()
 
     def spawn_reader(self) -> None:
         if self.settings.loader_path in ("", "U", "A"):

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 from loader.errors import CapabilityError
 from loader.host_link import join_host, socket_address
 from loader.host_plan import host_plan
-from loader.host_reader import HostReader
+from loader.host_reader import JOIN_S, HostReader
 from loader.load_plan import plan_load
 from loader.stream import start
 from runtime.parallel.environment import RankEnvironment
 from runtime.parallel.prepared import rank_manifest
 
 if TYPE_CHECKING:
+    from loader.hub_link import HubProcess
     from loader.manifest import Manifest
     from loader.options import StreamOptions
     from loader.reader_link import ChildReader
     from loader.stream import WeightStream
-
-JOIN_S = 60.0
+    from loader.uploader_link import UploaderProcess
 
 
 def start_shared(
@@ -33,19 +33,21 @@ def start_shared(
     device: str,
     options: StreamOptions,
     reader: ChildReader | None = None,
+    hub: HubProcess | None = None,
+    uploader: UploaderProcess | None = None,
 ) -> WeightStream:
     """This rank's stream of a load that all ranks of the host start alike. Returns when the first rank's reader is there.
 
     Args:
         manifest: the directory's own, not a rank's view. order: key into this rank's view of its orders.
-        reader: on the host's first rank, one that was spawned early.
+        reader, hub: on the host's first rank, ones that were spawned early. uploader: on every rank.
     Raises: CapabilityError: no shared memory, child process or socket on the first rank. InternalError: it did not come.
     """
     shared = host_plan([plan_load(manifest, groups) for groups in _orders(environment, manifest, order)])
     address = socket_address(environment.run_id, environment.host_ranks.start)
     if environment.local_rank == 0:
         try:
-            HostReader(shared, directory, options, address, reader)
+            HostReader(shared, directory, options, address, reader, hub)
         except OSError as error:
             raise CapabilityError(
                 f"ranks cannot share a reader here ({error})",
@@ -59,6 +61,7 @@ def start_shared(
         device=device,
         options=replace(options, ring_bytes=link.ring_bytes, slot_bytes=link.slot_bytes),
         reader=link,
+        uploader=uploader,
     )
 
 

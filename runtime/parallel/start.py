@@ -19,6 +19,7 @@ from runtime.startup import Node, Results
 from runtime.timeline import Timeline
 
 if TYPE_CHECKING:
+    from loader.hub_link import HubProcess
     from loader.manifest import Manifest
     from loader.stream import WeightStream
     from runtime.engine import Engine
@@ -58,6 +59,7 @@ class RankStart(WorkerStart):
         super().__init__(*arguments)
         self.environment = environment
         self.connection: Connection | None = None
+        self.hub: HubProcess | None = None
         self.whole: Manifest | None = None
 
     def nodes(self) -> list[Node]:
@@ -88,11 +90,16 @@ class RankStart(WorkerStart):
         return on_ranks
 
     def spawn_processes(self) -> None:
-        """One reader for the host's ranks, or a reader and an uploader each."""
+        """An uploader on every rank; a reader on each, or one for the host's ranks and the hub between."""
         if not self.shares_reader:
             super().spawn_processes()
-        elif self.environment.local_rank == 0:
+            return
+        self.spawn_uploader()
+        if self.environment.local_rank == 0:
+            from loader.hub_link import spawn_hub
+
             self.spawn_reader()
+            self.hub = spawn_hub()
 
     @property
     def shares_reader(self) -> bool:
@@ -108,7 +115,9 @@ class RankStart(WorkerStart):
             return super().start_stream(manifest, groups)
         from runtime.parallel.shared_load import start_shared
 
-        reader, self.reader = self.reader, None
+        reader, self.reader = self.reader, None  # they belong to the load from here on
+        hub, self.hub = self.hub, None
+        uploader, self.uploader = self.uploader, None
         return start_shared(
             self.environment,
             self.whole,
@@ -117,7 +126,15 @@ class RankStart(WorkerStart):
             self.device,
             self.stream_options(),
             reader,
+            hub,
+            uploader,
         )
+
+    def stop_loading(self) -> None:
+        super().stop_loading()
+        hub, self.hub = self.hub, None
+        if hub is not None:
+            hub.stop()
 
     def ranks(self, results: Results) -> Connection:
         from runtime.parallel.connect import connect

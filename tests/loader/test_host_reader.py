@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ from loader.errors import InternalError, WorkerError
 from loader.host_link import HostLink, join_host, socket_address
 from loader.host_plan import HostPlan, host_plan
 from loader.host_reader import HostReader
+from loader.hub_link import HubProcess, spawn_hub
 from loader.load_plan import plan_load
 from loader.manifest import read_manifest
 from loader.options import StreamOptions
@@ -34,14 +37,25 @@ class Host:
     """A leader and the streams of its ranks."""
 
     def __init__(
-        self, directory: Path, orders: Sequence[Sequence[str]], slots: int = 3, **options: Any
+        self,
+        directory: Path,
+        orders: Sequence[Sequence[str]],
+        slots: int = 3,
+        path: str = "A",
+        hub: HubProcess | None = None,
+        **options: Any,
     ) -> None:
+        self.path = path
         manifest = read_manifest(directory)
         self.shared: HostPlan = host_plan([plan_load(manifest, order, chunk_bytes=CHUNK) for order in orders])
         self.directory = directory
         address = socket_address(uuid.uuid4().hex, 0)
         self.reader = HostReader(
-            self.shared, directory, StreamOptions(ring_bytes=slots * CHUNK, threads=2, **options), address
+            self.shared,
+            directory,
+            StreamOptions(ring_bytes=slots * CHUNK, threads=2, **options),
+            address,
+            hub=hub,
         )
         self.drivers = [FakeDriver(seed=rank) for rank in range(len(orders))]
         self.links: list[HostLink] = []
@@ -50,9 +64,18 @@ class Host:
         link = join_host(self.reader.address, rank, 10.0)
         self.links.append(link)
         options = StreamOptions(
-            driver=self.drivers[rank], ring_bytes=link.ring_bytes, slot_bytes=link.slot_bytes
+            driver=self.drivers[rank],
+            ring_bytes=link.ring_bytes,
+            slot_bytes=link.slot_bytes,
+            path=self.path,
+            uploader_driver="tests.fakes.remote_driver:plain" if self.path == "U" else "",
         )
         return start(self.shared.members[rank], self.directory, device="cuda", options=options, reader=link)
+
+    def read_bytes(self, streams: Sequence[WeightStream]) -> int:
+        """Bytes of chunks that the reader read; it tells all ranks the same."""
+        (count,) = {mark.bytes for stream in streams for mark in stream.marks() if "reader used" in mark.name}
+        return count
 
     def finish(self) -> None:
         assert self.reader.wait_closed(10.0), "the leader still runs"
@@ -66,22 +89,24 @@ def contents(stream: WeightStream, driver: FakeDriver) -> dict[str, bytes]:
     return {name: raw_bytes(tensor) for name, tensor in state.items()}
 
 
+@pytest.mark.parametrize("path", ["U", "A"])
 @pytest.mark.parametrize("slots", [1, 3, 50])
 @pytest.mark.parametrize("orders", ORDERS, ids=["same", "overlapping", "three ranks"])
 def test_every_rank_gets_its_own_and_shared_bytes_are_read_once(
-    tmp_path: Path, orders: Sequence[Sequence[str]], slots: int
+    tmp_path: Path, orders: Sequence[Sequence[str]], slots: int, path: str
 ) -> None:
     prepared = write_prepared(tmp_path, orders={"a/b": SMALL_ORDER})
-    host = Host(tmp_path, orders, slots)
+    host = Host(tmp_path, orders, slots, path)
     streams = [host.stream(rank) for rank in random.Random(slots).sample(range(len(orders)), len(orders))]
     by_rank = dict(zip(random.Random(slots).sample(range(len(orders)), len(orders)), streams, strict=True))
     manifest = read_manifest(tmp_path)
     for rank, stream in by_rank.items():
+        assert stream.path == path
         expected = {t.name for t in manifest.tensors.values() if t.group in orders[rank]}
         found = contents(stream, host.drivers[rank])
         assert found == {name: prepared.content[name] for name in expected}
     needed = {group for order in orders for group in order}
-    stats = host.reader.read_bytes
+    stats = host.read_bytes(streams)
     assert stats == sum(chunk.bytes for chunk in host.shared.plan.chunks)
     # A chunk is one rank's and another's where their ranges end alike; elsewhere a part of a chunk is read twice.
     once = sum(chunk.bytes for chunk in plan_load(manifest, sorted(needed), chunk_bytes=CHUNK).chunks)
@@ -92,9 +117,10 @@ def test_every_rank_gets_its_own_and_shared_bytes_are_read_once(
     host.finish()
 
 
-def test_rows_of_several_ranks_do_not_mix(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["U", "A"])
+def test_rows_of_several_ranks_do_not_mix(tmp_path: Path, path: str) -> None:
     prepared = write_prepared(tmp_path, orders={"a/b": SMALL_ORDER})
-    host = Host(tmp_path, ORDERS[0])
+    host = Host(tmp_path, ORDERS[0], path=path)
     streams = [host.stream(rank) for rank in range(2)]
     table, row = prepared.content["embed/table.weight"], 48
     asked = [[3, 1, 3], [49, 0]]
@@ -108,9 +134,10 @@ def test_rows_of_several_ranks_do_not_mix(tmp_path: Path) -> None:
     host.finish()
 
 
-def test_a_rank_that_closes_early_holds_nobody_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["U", "A"])
+def test_a_rank_that_closes_early_holds_nobody_up(tmp_path: Path, path: str) -> None:
     prepared = write_prepared(tmp_path, orders={"a/b": SMALL_ORDER})
-    host = Host(tmp_path, ORDERS[0], slots=1)
+    host = Host(tmp_path, ORDERS[0], slots=1, path=path)
     leaving, staying = host.stream(0), host.stream(1)
     leaving.close()
     found = contents(staying, host.drivers[1])
@@ -119,9 +146,10 @@ def test_a_rank_that_closes_early_holds_nobody_up(tmp_path: Path) -> None:
     host.finish()
 
 
-def test_a_rank_that_dies_fails_all_ranks_with_that_cause(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["U", "A"])
+def test_a_rank_that_dies_fails_all_ranks_with_that_cause(tmp_path: Path, path: str) -> None:
     write_prepared(tmp_path, orders={"a/b": SMALL_ORDER})
-    host = Host(tmp_path, ORDERS[0], slots=1)
+    host = Host(tmp_path, ORDERS[0], slots=1, path=path)
     dying = join_host(host.reader.address, 1, 10.0)
     stream = host.stream(0)
     dying.close()  # without a word, as the kernel closes a killed process's socket
@@ -131,10 +159,11 @@ def test_a_rank_that_dies_fails_all_ranks_with_that_cause(tmp_path: Path) -> Non
     host.finish()
 
 
-def test_a_killed_reader_fails_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["U", "A"])
+def test_a_killed_reader_fails_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setenv("COLDFRAME_ALLOW_STORAGE_FAULT", "1")
     write_prepared(tmp_path, orders={"a/b": SMALL_ORDER})
-    host = Host(tmp_path, ORDERS[0], storage_fault="kill@2")
+    host = Host(tmp_path, ORDERS[0], path=path, storage_fault="kill@2")
     streams = [host.stream(rank) for rank in range(2)]
     for stream in streams:
         with pytest.raises(InternalError, match="killed by signal 9"):
@@ -143,21 +172,35 @@ def test_a_killed_reader_fails_all_ranks(tmp_path: Path, monkeypatch: pytest.Mon
     host.finish()
 
 
-def test_a_damaged_tensor_is_named_to_all_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["U", "A"])
+def test_a_damaged_tensor_is_named_to_all_ranks(tmp_path: Path, path: str) -> None:
     write_prepared(tmp_path, orders={"a/b": SMALL_ORDER})
     manifest = read_manifest(tmp_path)
     tensor = manifest.tensors["dit/blocks.0.w"]
     file = manifest.files[tensor.file]
-    path = tmp_path / file.path
-    data = bytearray(path.read_bytes())
+    damaged = tmp_path / file.path
+    data = bytearray(damaged.read_bytes())
     data[(file.data_start or 0) + tensor.offset] ^= 1
-    path.write_bytes(data)
-    host = Host(tmp_path, ORDERS[1])
+    damaged.write_bytes(data)
+    host = Host(tmp_path, ORDERS[1], path=path)
     streams = [host.stream(rank) for rank in range(2)]
     for stream in streams:
         with pytest.raises(WorkerError, match=r"dit/blocks\.0\.w"):
             stream.wait_all()
         stream.close()
+    host.finish()
+
+
+@pytest.mark.parametrize("path", ["U", "A"])
+def test_a_killed_hub_fails_all_ranks_and_leaves_nothing(tmp_path: Path, path: str) -> None:
+    write_prepared(tmp_path, orders={"a/b": SMALL_ORDER})
+    hub = spawn_hub()
+    host = Host(tmp_path, ORDERS[0], slots=1, path=path, hub=hub)
+    stream = host.stream(0)  # the other never joins, so the load cannot end
+    os.kill(hub.pid, signal.SIGKILL)
+    with pytest.raises(InternalError, match="the process between the reader and its ranks ended"):
+        stream.wait_all()
+    stream.close()
     host.finish()
 
 
