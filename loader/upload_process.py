@@ -411,7 +411,7 @@ def _serve(sock: socket.socket, post: Post, opening: Opening, ordinal: int) -> N
     os.close(ring_fd)
     prefault = Prefault(memory, work.slot_bytes)
     if work.unpack is not None:
-        work.unpack.prepare()
+        work.unpack.prepare(lambda: opening.end_ns > 0)
     driver = _wait_for(opening, sock)
     post.send(talk.MARK, talk.encode_mark("uploader: cuda context", opening.start_ns, opening.end_ns))
     post.send(talk.CONTEXT)

@@ -8,13 +8,14 @@ builds its tables while its context is made.
 from __future__ import annotations
 
 from array import array
+from operator import le, sub
 
 from loader.codec.pieces import UNIT_BYTES, PieceTable, decode_table
 from loader.errors import ArtifactError
 
 TYPE_CHECKING = False  # the typing module costs the uploader process more than everything else here
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from typing import Any
 
     from loader.load_plan import LoadPlan
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 SLOTS = 24  # of the staging ring: three batches of eight
 _LANE = 8
 _LANES: dict[int, int] = {}
+_COUNTS: dict[int, int] = {}
 
 
 class CodedTensor:
@@ -62,7 +64,7 @@ class UnpackPlan:
         slot_bytes: int,
         chunks: Mapping[int, CodedChunk],
         tensors: list[CodedTensor],
-        table: PieceTable,
+        pieces: PieceTable,
     ) -> None:
         self.library = library
         self.version = version
@@ -71,34 +73,37 @@ class UnpackPlan:
         self.slot_bytes = slot_bytes
         self.chunks = chunks
         self.tensors = tensors
-        self.table = table
-        self._tables: dict[int, ChunkTable] | None = None
+        self.table_of_pieces = pieces
+        self._tables: dict[int, ChunkTable] = {}
 
-    @property
-    def tables(self) -> dict[int, ChunkTable]:
-        """The table of every coded chunk, built on first use.
+    def table(self, chunk: int) -> ChunkTable:
+        """One coded chunk's table. Raises: ArtifactError: the piece table contradicts itself; names the piece."""
+        table = self._tables.get(chunk)
+        if table is None:
+            table = self._tables[chunk] = _table(self, self.chunks[chunk])
+        return table
 
-        Raises: ArtifactError: the piece table contradicts itself; names the piece.
+    def prepare(self, is_due: Callable[[], bool]) -> None:
+        """Do what needs no context: map the library on a thread, build tables in order until something `is_due`.
+
+        Raises: ArtifactError: see `table`.
         """
-        if self._tables is None:
-            self._tables = {number: _table(self, chunk) for number, chunk in self.chunks.items()}
-        return self._tables
-
-    def prepare(self) -> None:
-        """Do what needs no context: map the library on a thread, build the tables. Raises: ArtifactError: see `tables`."""
         from threading import Thread
 
         from loader.codec.nvcomp import preload
 
         Thread(target=preload, name="codec", daemon=True).start()
-        self.tables  # noqa: B018 - for its effect
+        for chunk in self.chunks:
+            if is_due():
+                return
+            self.table(chunk)
 
     def to_wire(self) -> tuple[list[Any], bytes]:
         """JSON-ready part and the table's bytes."""
         chunks = [(number, *chunk) for number, chunk in self.chunks.items()]
         tensors = [list(vars(tensor).values()) for tensor in self.tensors]
         sizes = (self.piece_bytes, self.slots, self.slot_bytes)
-        return [self.library, self.version, *sizes, chunks, tensors], self.table.encode()
+        return [self.library, self.version, *sizes, chunks, tensors], self.table_of_pieces.encode()
 
     def num_pieces(self, tensor: int) -> int:
         return -(-self.tensors[tensor].size // self.piece_bytes)
@@ -193,39 +198,51 @@ def lanes_plus(lanes: int, count: int, base: int) -> bytes:
 
 
 def _table(plan: UnpackPlan, chunk: CodedChunk) -> ChunkTable:
+    """Built from whole slices: a loop over pieces would take longer than a context is in the making."""
     origin, size, spans = chunk
     places, sizes = array("Q"), array("Q")
-    sums, targets, rooms = array("I"), array("Q"), array("Q")
-    for number, first, count in spans:
+    sums, rooms, targets, count, decoded = b"", b"", 0, 0, 0
+    for number, first, pieces in spans:
         tensor = plan.tensors[number]
-        row = tensor.row + first
-        places.extend(plan.table.places[row : row + count].tolist())
-        sizes.extend(plan.table.sizes[row : row + count].tolist())
-        sums.extend(plan.table.sums[row : row + count])
+        rows = slice(tensor.row + first, tensor.row + first + pieces)
+        places += array("Q", plan.table_of_pieces.places[rows])
+        sizes += array("Q", plan.table_of_pieces.sizes[rows])
+        sums += plan.table_of_pieces.sums[rows].tobytes()
         start = first * plan.piece_bytes
-        targets.extend(
-            range(tensor.offset + start, tensor.offset + start + count * plan.piece_bytes, plan.piece_bytes)
-        )
-        rooms.extend([plan.piece_bytes] * (count - 1))
-        rooms.append(min(plan.piece_bytes, tensor.size - start - (count - 1) * plan.piece_bytes))
+        last = min(plan.piece_bytes, tensor.size - start - (pieces - 1) * plan.piece_bytes)
+        rooms += plan.piece_bytes.to_bytes(_LANE, "little") * (pieces - 1) + last.to_bytes(_LANE, "little")
+        lanes = _counting(pieces) * plan.piece_bytes + (tensor.offset + start) * _ones(pieces)
+        targets |= lanes << 8 * _LANE * count
+        count += pieces
+        decoded += (pieces - 1) * plan.piece_bytes + last
     _check(plan, chunk, places, sizes)
-    lanes = int.from_bytes(places.tobytes(), "little") * UNIT_BYTES - origin * _ones(len(places))
+    sources = int.from_bytes(places.tobytes(), "little") * UNIT_BYTES - origin * _ones(count)
     return ChunkTable(
         size,
-        sum(rooms),
+        decoded,
         [(span[0], span[1], span[2]) for span in spans],
         plan.tensors[spans[0][0]].arena,
-        (lanes, int.from_bytes(targets.tobytes(), "little")),
-        (sizes.tobytes(), rooms.tobytes(), sums.tobytes()),
+        (sources, targets),
+        (sizes.tobytes(), rooms, sums),
     )
 
 
 def _check(plan: UnpackPlan, chunk: CodedChunk, places: array[int], sizes: array[int]) -> None:
     """Every piece has bytes, and ends before the next one and inside the chunk: a decoder reads what it is told."""
     origin, size, spans = chunk
+    room = map(UNIT_BYTES.__mul__, map(sub, places[1:], places))
+    last = origin + size - places[-1] * UNIT_BYTES
+    if (
+        places[0] * UNIT_BYTES >= origin
+        and min(sizes) > 0
+        and sizes[-1] <= last
+        and all(map(le, sizes, room))
+    ):
+        return
     starts = [place * UNIT_BYTES for place in places]
-    ends = [*starts[1:], origin + size]
-    for index, (start, stored, end) in enumerate(zip(starts, sizes, ends, strict=True)):
+    for index, (start, stored, end) in enumerate(
+        zip(starts, sizes, [*starts[1:], origin + size], strict=True)
+    ):
         if not origin <= start < start + stored <= end:
             tensor, piece = piece_at(plan, spans, index)
             raise ArtifactError(
@@ -250,3 +267,10 @@ def _ones(count: int) -> int:
     if count not in _LANES:
         _LANES[count] = int.from_bytes(b"\1\0\0\0\0\0\0\0" * count, "little")
     return _LANES[count]
+
+
+def _counting(count: int) -> int:
+    """0, 1, 2, … in `count` lanes."""
+    if count not in _COUNTS:
+        _COUNTS[count] = int.from_bytes(array("Q", range(count)).tobytes(), "little")
+    return _COUNTS[count]

@@ -74,10 +74,9 @@ class Sizes:
     """Memory that unpacking takes beside the arenas; `device_bytes` counts against the device's."""
 
     def __init__(self, plan: UnpackPlan, codec: PieceCodec) -> None:
-        tables = plan.tables
-        chunks = min(plan.slots, BATCH_CHUNKS)
-        self.pieces = chunks * max((table.count for table in tables.values()), default=0)
-        self.ends = chunks * max((len(table.spans) for table in tables.values()), default=0)
+        chunks, spans = min(plan.slots, BATCH_CHUNKS), [chunk[2] for chunk in plan.chunks.values()]
+        self.pieces = chunks * max((sum(span[2] for span in mine) for mine in spans), default=0)
+        self.ends = chunks * max(map(len, spans), default=0)
         self.scratch = codec.scratch_bytes(self.pieces, plan.piece_bytes)
         self.tables = _round(self.pieces * _IN_BYTES)
         self.results = _round(self.pieces * _OUT_BYTES)
@@ -94,11 +93,11 @@ def _round(size: int) -> int:
 class Unpacker:
     """One load's unpacking, used by one thread. Owns staging ring, tables, stream and events; nothing before `open`.
 
-    Raises: CapabilityError: the library is missing or does not fit. ArtifactError: the piece table contradicts itself.
+    Raises: CapabilityError: the library is missing or does not fit.
     """
 
     def __init__(self, driver: Driver, plan: UnpackPlan) -> None:
-        self._driver, self._plan, self._tables = driver, plan, plan.tables
+        self._driver, self._plan = driver, plan
         self._codec = driver.open_codec()
         require_codec(self._codec, plan)
         self.sizes = Sizes(plan, self._codec)
@@ -159,7 +158,7 @@ class Unpacker:
         return not self._in_flight and self._open_batch is None
 
     def is_coded(self, chunk: int) -> bool:
-        return chunk in self._tables
+        return chunk in self._plan.chunks
 
     def room(self) -> int:
         """Chunks that may be staged now."""
@@ -173,7 +172,7 @@ class Unpacker:
         self._open_batch = batch
         slot = self._free.pop()
         batch.members.append((tag, chunk, slot))
-        self._driver.copy_async(self._staging(slot), source, self._tables[chunk].bytes, self._copy_stream)
+        self._driver.copy_async(self._staging(slot), source, self._plan.chunks[chunk][1], self._copy_stream)
 
     def _staging(self, slot: int) -> int:
         return self._memory + slot * self._plan.slot_bytes
@@ -184,7 +183,7 @@ class Unpacker:
         if batch is None:
             return
         self._open_batch = None
-        tables = [self._tables[chunk] for _, chunk, _ in batch.members]
+        tables = [self._plan.table(chunk) for _, chunk, _ in batch.members]
         count = sum(table.count for table in tables)
         columns = b"".join(
             [
@@ -248,7 +247,7 @@ class Unpacker:
         return tags
 
     def _check(self, batch: _Batch) -> None:
-        tables = [self._tables[chunk] for _, chunk, _ in batch.members]
+        tables = [self._plan.table(chunk) for _, chunk, _ in batch.members]
         count = sum(table.count for table in tables)
         found = ctypes.string_at(batch.host_results, count * _OUT_BYTES)
         rooms, sums = (b"".join(column) for column in zip(*((t.rooms, t.sums) for t in tables), strict=True))
@@ -287,7 +286,7 @@ class Unpacker:
         self, table: ChunkTable, lane: int, status: int, sizes: tuple[int, int], sums: tuple[int, int]
     ) -> ArtifactError:
         tensor, piece = piece_at(self._plan, table.spans, lane)
-        place = self._plan.table.places[tensor.row + piece] * UNIT_BYTES
+        place = self._plan.table_of_pieces.places[tensor.row + piece] * UNIT_BYTES
         text = f"status {status} ({self._codec.status_text(status)})" if status else f"{sizes[0]} bytes"
         if not status and sizes[0] == sizes[1]:
             text = f"CRC-32 {sums[0]:08x}"

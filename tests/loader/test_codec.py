@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loader.codec.pieces import UNIT_BYTES
-from loader.codec.unpack_plan import unpack_plan_of
+from loader.codec.unpack_plan import lanes_plus, unpack_plan_of
 from loader.codec.unpacker import Unpacker
 from loader.errors import ArtifactError, CapabilityError, InternalError, WorkerError
 from loader.header import read_header
@@ -128,10 +129,10 @@ def test_work_survives_the_wire(coded_manifest: Manifest) -> None:
     again = decode_work(work.encode())
     assert again.encode() == work.encode()
     assert again.unpack is not None
-    assert {n: t.sources for n, t in again.unpack.tables.items()} == {
-        n: t.sources
-        for n, t in work.unpack.tables.items()  # type: ignore[union-attr]
-    }
+    assert work.unpack is not None
+    for chunk in work.unpack.chunks:
+        here, there = work.unpack.table(chunk), again.unpack.table(chunk)
+        assert (here.sources, here.targets, here.rooms) == (there.sources, there.targets, there.rooms)
 
 
 def test_slot_smaller_than_a_piece_is_refused(tmp_path: Path) -> None:
@@ -376,13 +377,13 @@ def test_table_that_contradicts_itself_is_refused(coded: Prepared, coded_manifes
     plan = plan_load(coded_manifest, SMALL_ORDER, chunk_bytes=4096)
     unpack = unpack_plan_of(plan, 4096)
     assert unpack is not None
-    table, row = unpack.table, unpack.tensors[1].row + 3
+    table, row = unpack.table_of_pieces, unpack.tensors[1].row + 3
     before, table.sizes[row] = table.sizes[row], 5000
     try:
         with pytest.raises(
             ArtifactError, match=r"layers.1.w: piece 3: piece table contradicts itself; found 5000"
         ):
-            unpack.tables  # noqa: B018
+            unpack.prepare(lambda: False)
     finally:
         table.sizes[row] = before
 
@@ -470,6 +471,30 @@ def test_unpacker_stays_within_what_it_announces(coded_manifest: Manifest) -> No
     assert driver.memory_used() == plan.arena_bytes
     driver.stream_destroy(stream)
     driver.caller.end()
+
+
+def test_lanes_are_the_sums_they_stand_for(coded_manifest: Manifest) -> None:
+    """Pointer tables by one large addition each, against the plain way."""
+    plan = plan_load(coded_manifest, SMALL_ORDER, chunk_bytes=4096)
+    unpack = unpack_plan_of(plan, 4096)
+    assert unpack is not None
+    base, arena_base = 0x7F12_3456_7000, 0x7FFF_0000_0000
+    for number, (origin, size, spans) in unpack.chunks.items():
+        table = unpack.table(number)
+        sources, sizes, rooms, targets, sums = [], [], [], [], []
+        for index, first, count in spans:
+            tensor = unpack.tensors[index]
+            for piece in range(first, first + count):
+                sources.append(base + unpack.table_of_pieces.places[tensor.row + piece] * UNIT_BYTES - origin)
+                sizes.append(unpack.table_of_pieces.sizes[tensor.row + piece])
+                sums.append(unpack.table_of_pieces.sums[tensor.row + piece])
+                rooms.append(min(1024, tensor.size - 1024 * piece))
+                targets.append(arena_base + tensor.offset + 1024 * piece)
+        assert lanes_plus(table.sources, table.count, base) == array("Q", sources).tobytes()
+        assert lanes_plus(table.targets, table.count, arena_base) == array("Q", targets).tobytes()
+        assert (table.sizes, table.rooms) == (array("Q", sizes).tobytes(), array("Q", rooms).tobytes())
+        assert table.sums == array("I", sums).tobytes()
+        assert (table.bytes, table.decoded) == (size, sum(rooms))
 
 
 def test_nothing_is_coded_where_it_does_not_pay(tmp_path: Path) -> None:
