@@ -1,7 +1,8 @@
-"""The examples of docs/api.md, as written, against a real server process."""
+"""The examples of README.md and docs/api.md, as written, against a real server process."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -16,7 +17,8 @@ API = (ROOT / "docs/api.md").read_text()
 BLOCKS = [
     block for block in re.findall(r"```bash\n(.*?)```", API, re.DOTALL) if "coldframe serve" not in block
 ]
-PYTHON = re.findall(r"```python\n(.*?)```", API, re.DOTALL)
+README = (ROOT / "README.md").read_text()
+PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 PICTURE = ROOT / "tests/cases/inputs/images/good.png"
 
 
@@ -45,8 +47,43 @@ def test_the_curl_examples_in_their_order(service: ServiceProcess, tmp_path: Pat
     assert "HTTP/1.1 200" in (tmp_path / "headers.txt").read_text()
 
 
+def test_the_curl_example_of_the_readme(service: ServiceProcess, tmp_path: Path) -> None:
+    (block,) = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    environ = {**os.environ, "URL": service.url, "KEY": KEY}
+    subprocess.run(["bash", "-euo", "pipefail", "-c", block], env=environ, cwd=tmp_path, check=True)
+    assert check_container(tmp_path / "out.mp4") is None
+
+
+def test_every_link_of_the_readme_and_the_pages_exists() -> None:
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_figures_of_the_readme_are_in_the_results() -> None:
+    """Each linked file exists (above); the goals and values of its targets are told as they stand there."""
+    results = {
+        path.stem: json.loads(path.read_text())["targets"]
+        for path in (ROOT / "scripts/bench/results").glob("*.json")
+    }
+    rows = [line for line in README.splitlines() if "scripts/bench/results" in line and line.startswith("|")]
+    told = {
+        "first_dit_entry_vs_diffusers": "18.3", "first_dit_entry_vs_floor": "1.152", "first_step_done_ratio": "0.85",
+        "warm_step_vs_diffusers": "1.13", "cold_vs_warm_denoise": "0.55 %",
+    }  # fmt: skip
+    for target, text in told.items():
+        value = next(
+            found[target]["value"]
+            for name, found in results.items()
+            if target in found and f"[{name}]" in README
+        )
+        shown = f"{100 * value:.2f} %" if text.endswith("%") else f"{value:.{len(text.partition('.')[2])}f}"
+        assert shown == text
+        assert any(text in row for row in rows), target
+
+
 @pytest.mark.filterwarnings("ignore:The Sora API is scheduled:DeprecationWarning")
-@pytest.mark.parametrize("example", PYTHON)
+@pytest.mark.parametrize("example", [*PYTHON.findall(README), *PYTHON.findall(API)], ids=["readme", "api"])
 def test_the_python_example(
     service: ServiceProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: str
 ) -> None:
