@@ -43,7 +43,14 @@ class RankFamily(Family, Protocol):
         hold: Callable[[WeightSource], WeightSource],
         is_sharded: bool,
     ) -> None:
-        """This rank's share of a short request on weights of zeros. hold: from stored groups to this rank's."""
+        """This rank's share, on weights of zeros, of a typical short request, or of conditioning a waiting one.
+
+        hold: from stored groups to this rank's.
+        """
+        ...
+
+    def warm_attention(self, prepared: Prepared, compute: Compute, ranks: int) -> None:
+        """Build the plan of the denoiser's attention over one rank's heads, on the thread that denoises."""
         ...
 
 
@@ -105,16 +112,23 @@ class FamilyOnRanks:
 
     def warm_up(self, prepared: Prepared | None, compute: Compute) -> None:
         """This rank's share of the work, without waiting for the others."""
+        if prepared is None:
+            self._warm_up_share(None, compute)
+        else:
+            self._family.warm_attention(prepared, compute, self._size)
+
+    def warm_up_conditioner(self, prepared: Prepared, compute: Compute) -> None:
+        """This rank's share of the work, without waiting for the others."""
+        self._warm_up_share(prepared, compute)
+
+    def _warm_up_share(self, prepared: Prepared | None, compute: Compute) -> None:
         from runtime.parallel.connect import silent_connection
 
         silent = silent_connection(self._rank, self._size)
         self._family.warm_up_on_ranks(prepared, compute, silent, self._hold, self._is_sharded)
 
-    def warm_up_conditioner(self, prepared: Prepared, compute: Compute) -> None:
-        """Nothing: `warm_up` covers it."""
-
     def warm_up_denoiser(self, prepared: Prepared, compute: Compute, items: Sequence[str]) -> None:
-        """Nothing: `warm_up` covers it."""
+        """Nothing: an evaluation's collectives need the other ranks."""
 
     def start(self, prepared: Prepared, weights: WeightSource, compute: Compute) -> RankJob:
         connection = self._connection()

@@ -94,11 +94,15 @@ class MiniMaxH3:
     def warm_up(self, prepared: Prepared | None, compute: Compute) -> None:
         """Without a request, run a typical one on zeros; with one, build the plan of its attention."""
         if prepared is not None:
-            config = self.capabilities.config.transformer
-            rows = prepared.parts["sequence"].num_rows
-            compute.warm_attention(rows, config.num_attention_heads, config.attention_head_dim)
-            return
-        self._run_on_zeros(prepared, compute, self._make_job(compute))
+            self.warm_attention(prepared, compute, ranks=1)
+        else:
+            self._run_on_zeros(compute, self._make_job(compute))
+
+    def warm_attention(self, prepared: Prepared, compute: Compute, ranks: int) -> None:
+        """See `runtime.parallel.family.RankFamily`."""
+        config = self.capabilities.config.transformer
+        rows, heads = prepared.parts["sequence"].num_rows, config.num_attention_heads // ranks
+        compute.warm_attention(rows, heads, config.attention_head_dim)
 
     def warm_up_conditioner(self, prepared: Prepared, compute: Compute) -> None:
         from runtime.families.minimax_h3.model.warm_up import condition_on_zeros
@@ -118,15 +122,13 @@ class MiniMaxH3:
             given, whole_weights(weights, self._manifest), compute.device, one_rank(compute)
         )
 
-    def _run_on_zeros(self, prepared: Prepared | None, compute: Compute, make_job: MakeJob) -> None:
+    def _run_on_zeros(self, compute: Compute, make_job: MakeJob) -> None:
         from runtime.families.minimax_h3.model.warm_up import run_on_zeros
 
-        if prepared is None:
-            task = self._default_order.partition("/")[0]
-            body: dict[str, object] = {"prompt": _TYPICAL_PROMPT, "seed": 0}
-            prepared = self.prepare(self.parse(body)) if task == "t2va" else None
-        if prepared is not None:
-            run_on_zeros(self._job_input(prepared), self._manifest, compute, make_job)
+        if self._default_order.partition("/")[0] != "t2va":
+            return  # a typical request would need pictures
+        prepared = self.prepare(self.parse({"prompt": _TYPICAL_PROMPT, "seed": 0}))
+        run_on_zeros(self._job_input(prepared), self._manifest, compute, make_job)
 
     def start(self, prepared: Prepared, weights: WeightSource, compute: Compute) -> Job:
         return self._make_job(compute)(self._job_input(prepared), weights)
@@ -154,11 +156,15 @@ class MiniMaxH3:
     ) -> None:
         """See `runtime.parallel.family.RankFamily`."""
         from runtime.families.minimax_h3.model.ranks_job import RanksJob
+        from runtime.families.minimax_h3.model.warm_up import condition_on_zeros
 
         def make_job(given: JobInput, weights: WeightSource) -> RanksJob:
             return RanksJob(given, hold(weights), compute, connection, is_sharded)
 
-        self._run_on_zeros(prepared, compute, make_job)
+        if prepared is None:
+            self._run_on_zeros(compute, make_job)
+        else:
+            condition_on_zeros(self._job_input(prepared), self._manifest, compute, make_job)
 
     def _job_input(self, prepared: Prepared) -> JobInput:
         from runtime.families.minimax_h3.model.job import JobInput

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import pytest
 
@@ -128,22 +128,43 @@ def ranks(bundle: Path) -> Iterator[TwoRanks]:
     ranks.close()
 
 
-def test_warm_up_runs_a_rank_s_share_at_the_request_s_size(bundle: Path) -> None:
+class RecordedCompute(Compute):
+    """plans: (rows, heads, head dim) of the attention plans that were asked for."""
+
+    plans: ClassVar[list[tuple[int, int, int]]] = []
+
+    def warm_attention(self, rows: int, heads: int, head_dim: int) -> None:
+        self.plans.append((rows, heads, head_dim))
+
+
+def test_warm_up_covers_a_rank_s_share_of_attention(bundle: Path) -> None:
+    """With a request its plan and its conditioner; without one a whole typical request."""
     manifest = rank_manifest(read_manifest(bundle), 1, 2)
     family = FamilyOnRanks(
         family_for(manifest, bundle), manifest, True, 1, 2, lambda: pytest.fail("no ranks")
     )
     prepared = family.prepare(family.parse(REQUEST))
-    shapes = []
-
-    def recorded(q: Any, k: Any, v: Any, **options: Any) -> Any:
-        shapes.append(tuple(q.shape))
-        return attention(q, k, v, **options)
-
-    family.warm_up(prepared, Compute("cpu", recorded, attention))
     config = family.capabilities.config.transformer
-    rows = prepared.parts["sequence"].num_rows
-    assert shapes == [(rows, config.num_attention_heads // 2, config.attention_head_dim)]
+    heads, head_dim = config.num_attention_heads // 2, config.attention_head_dim
+    long: list[tuple[int, ...]] = []
+    short: list[tuple[int, ...]] = []
+
+    def recorder(shapes: list[tuple[int, ...]]) -> Any:
+        def recorded(q: Any, k: Any, v: Any, **options: Any) -> Any:
+            shapes.append(tuple(q.shape))
+            return attention(q, k, v, **options)
+
+        return recorded
+
+    compute = RecordedCompute("cpu", recorder(long), recorder(short))
+    family.warm_up(prepared, compute)
+    assert compute.plans == [(prepared.parts["sequence"].num_rows, heads, head_dim)]
+    assert long == short == []
+    family.warm_up_conditioner(prepared, compute)
+    assert long == []
+    assert {shape[0] for shape in short} == {len(prepared.parts["tokens"].ids)}
+    family.warm_up(None, compute)
+    assert [shape[1:] for shape in long] == [(heads, head_dim)]
 
 
 class StartOnFakeDevice(RankStart):
