@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from loader.header import PAD_PREFIX, TensorEntry, build_header, round_up, tensor_bytes
@@ -53,9 +54,20 @@ def write_prepared(
     chunk_bytes: int = 8192,
     seed: int = 0,
     letters: int = 256,
+    normal: bool = False,
 ) -> Prepared:
-    """Write files and manifest; `chunk_bytes` is the unit of the digests, `letters` how many values bytes have."""
+    """Write files and manifest.
+
+    Args:
+        chunk_bytes: unit of the digests.
+        letters: how many values bytes have. normal: instead, numbers of deviation 0.02 in the tensors' types.
+    """
     rng = random.Random(seed)
+    fill = (
+        (lambda dtype, size: _normal_bytes(dtype, size, seed))
+        if normal
+        else partial(_random_bytes, rng, letters)
+    )
     files: list[dict[str, object]] = []
     tensors: dict[str, object] = {}
     groups: list[dict[str, object]] = []
@@ -65,7 +77,7 @@ def write_prepared(
         sizes = []
         for number, part in enumerate(parts):
             path = f"weights/{component}-{number}.safetensors"
-            entries, data = _write_part(component, len(files), part, rng, letters, tensors, groups, content)
+            entries, data = _write_part(component, len(files), part, fill, tensors, groups, content)
             files.append(_write_file(directory, path, entries, data, chunk_bytes))
             sizes.append(len(data))
         first = len(files) - len(parts)
@@ -99,8 +111,7 @@ def _write_part(
     component: str,
     file: int,
     part: Mapping[str | None, Shapes],
-    rng: random.Random,
-    letters: int,
+    fill: Callable[[str, int], bytes],
     tensors: dict[str, object],
     groups: list[dict[str, object]],
     content: dict[str, bytes],
@@ -112,7 +123,7 @@ def _write_part(
         start = len(data)
         for name, (dtype, shape) in shapes.items():
             _pad(entries, data, 256)
-            body = _random_bytes("BOOL" if dtype == "BOOL" else letters, tensor_bytes(dtype, shape), rng)
+            body = fill(dtype, tensor_bytes(dtype, shape))
             entries.append(TensorEntry(name, dtype, shape, len(data), len(data) + len(body)))
             tensors[f"{component}/{name}"] = {
                 "file": file,
@@ -147,10 +158,23 @@ def _pad(entries: list[TensorEntry], data: bytearray, multiple: int) -> None:
         data += bytes(hole)
 
 
-def _random_bytes(kind: str | int, size: int, rng: random.Random) -> bytes:
-    if kind == 256:
-        return rng.randbytes(size)
-    return bytes(rng.choices((0, 1) if kind == "BOOL" else range(int(kind)), k=size))
+def _random_bytes(rng: random.Random, letters: int, dtype: str, size: int) -> bytes:
+    if dtype == "BOOL":
+        return bytes(rng.choices((0, 1), k=size))
+    return rng.randbytes(size) if letters == 256 else bytes(rng.choices(range(letters), k=size))
+
+
+def _normal_bytes(dtype: str, size: int, seed: int) -> bytes:
+    import torch
+
+    kind = {
+        "BF16": torch.bfloat16,
+        "F16": torch.float16,
+        "F32": torch.float32,
+        "F8_E4M3": torch.float8_e4m3fn,
+    }[dtype]
+    values = torch.randn(size // kind.itemsize, generator=torch.Generator().manual_seed(seed)) * 0.02
+    return bytes(values.to(kind).view(torch.uint8).numpy())
 
 
 def _write_file(
