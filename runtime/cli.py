@@ -56,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has left; there is nobody to tell
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"coldframe {args[0]}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return CapabilityError.exit_code
 
 
 def _load(command: str) -> Callable[[Sequence[str]], int]:

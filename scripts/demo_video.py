@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loader.errors import InternalError
 from runtime.timeline_views import spoken
 from scripts.tiny_checkpoint import write_tiny_checkpoint
 
@@ -69,10 +68,9 @@ def _coldframe(*command: str) -> str:
     """Run one command of the program in a process of its own; its progress stays visible on stderr."""
     line = [sys.executable, "-m", "runtime.cli", *command]
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise InternalError(
-            f"`coldframe {command[0]}` failed", where="demo", found=f"exit code {done.returncode}"
-        )
+    if done.returncode:  # it has said why
+        print(f"coldframe demo: stopped, because `coldframe {command[0]}` failed", file=sys.stderr)
+        sys.exit(done.returncode)
     return done.stdout
 
 
