@@ -78,6 +78,7 @@ class WorkerStart:
         self.reader: ChildReader | None = None
         self.uploader: UploaderProcess | None = None
         self.preload: Preload | None = None
+        self.is_conditioner_warm = False
 
     def nodes(self) -> list[Node]:
         return [
@@ -90,19 +91,14 @@ class WorkerStart:
             Node("torch", self.torch, needs=("load",)),
             Node("models", self.models, needs=("torch",)),
             Node("compute", self.compute, needs=("models",)),
-            Node("warm-up", self.warm_up, needs=("compute", "request")),
             Node(
                 "conditioner warm-up",
                 self.warm_up_conditioner,
                 needs=("compute", "request"),
                 thread="libraries",
             ),
-            Node(
-                "denoiser warm-up",
-                self.warm_up_denoiser,
-                needs=("conditioner warm-up",),
-                thread="libraries",
-            ),
+            Node("warm-up", self.warm_up, needs=("compute", "request")),
+            Node("denoiser warm-up", self.warm_up_denoiser, needs=("warm-up",)),
         ]
 
     def spawn(self, results: Results) -> None:
@@ -254,19 +250,19 @@ class WorkerStart:
         """The same for the conditioner of a waiting request, beside it: most of it is waiting for the driver."""
         if self.device == "cuda" and results["request"] is not None:
             results["family"].warm_up_conditioner(results["request"], results["compute"])
+        self.is_conditioner_warm = True
 
     def warm_up_denoiser(self, results: Results) -> None:
-        """The same for its first evaluation, on the conditioner's thread after it, if weights are still to come.
+        """The same for its first evaluation, while the conditioner's warm-up runs or weights are still to come.
 
-        By default only while at least a fifth of the groups before the first evaluation are missing: the conditioner
-        waits for those anyway, and begins when this is done.
+        By default only then: in the first case the start waits for that warm-up anyway, in the second, with at least a
+        fifth of the groups before the first evaluation missing, the conditioner for those.
         """
         if self.device != "cuda" or results["request"] is None:
             return
         items = warm_up_items(self.settings.warm_up)
-        if self.settings.warm_up == "all" and not self.has_time(
-            results["request"].order, results["manifest"]
-        ):
+        is_free = not self.is_conditioner_warm or self.has_time(results["request"].order, results["manifest"])
+        if self.settings.warm_up == "all" and not is_free:
             items = ()
         self.timeline.note(warm_up=list(items))
         results["family"].warm_up_denoiser(results["request"], results["compute"], items)

@@ -38,12 +38,12 @@ class Family:
 
 
 def started(
-    warm_up: str, ready: Iterable[str], device: str = "cuda"
+    warm_up: str, ready: Iterable[str], device: str = "cuda", is_conditioner_warm: bool = True
 ) -> tuple[list[tuple[str, ...]], Timeline]:
     """What the family was asked for."""
     timeline, family = Timeline(), Family()
     start = WorkerStart(Settings(bundle="x", device="cpu", warm_up=warm_up), timeline, {}, None, None)
-    start.device = device
+    start.device, start.is_conditioner_warm = device, is_conditioner_warm
     start.weights = Arriving(ready)  # type: ignore[assignment]
     groups = {name: SimpleNamespace(name=name, start=0, end=1) for name in ORDER}
     manifest = SimpleNamespace(groups=groups, orders={"t2va/a": ORDER})
@@ -75,6 +75,10 @@ def test_items_follow_the_setting_and_what_is_still_to_come(
 
 def test_groups_behind_the_entry_do_not_count() -> None:
     assert started("all", ENTRY)[0] == [()]
+
+
+def test_there_is_time_while_the_conditioner_is_being_warmed() -> None:
+    assert started("all", ORDER, is_conditioner_warm=False)[0] == [("memory", "step")]
 
 
 def test_cpu_has_nothing_to_warm() -> None:
