@@ -30,9 +30,11 @@ def test_usage_errors_go_to_stderr(argv: list[str], capsys: pytest.CaptureFixtur
     assert not argv or repr(argv[0]) in err
 
 
-def test_a_path_that_cannot_be_used_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--folder", "/proc/nowhere"]) == 4
-    assert capsys.readouterr().err == "coldframe demo: /proc/nowhere: No such file or directory\n"
+def test_a_path_that_cannot_be_used_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "inside"
+    assert main(["demo", "--folder", str(folder)]) == 4
+    assert capsys.readouterr().err == f"coldframe demo: {folder}: Not a directory\n"
 
 
 @pytest.mark.parametrize("package", ["starlette", "uvicorn"])
