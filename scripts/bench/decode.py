@@ -4,7 +4,8 @@
     python -m scripts.bench.decode --preset test --device cpu --size 96x64 --frames 22,39,56 --repeat 1   # dry run
 
 Both decoders at released size with random weights made on the device; the worker's own decode path
-(`runtime.pipeline.decode_and_write`) with its encoder processes, started beforehand as they are during denoising.
+(`runtime.pipeline.decode_and_write`) with its encoder processes, started beforehand as they are during denoising. Parts
+are measured by `decode_parts.py`, diffusers by `decode_peer.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,18 +35,19 @@ from loader.errors import WorkerError
 from runtime.encoders import Encoders
 from runtime.families.minimax_h3.config import H3Config
 from runtime.families.minimax_h3.model.audio_vae import AudioDecoder
+from runtime.families.minimax_h3.model.decode_units import AudioBeside, AudioUnits, VideoUnits
 from runtime.families.minimax_h3.model.picture_units import DecodedUnit
 from runtime.families.minimax_h3.model.video_decoder import VideoDecoder
-from runtime.families.minimax_h3.model.video_vae_pixels import to_uint8
+from runtime.families.minimax_h3.packing import pack_audio, patchify
 from runtime.family import MediaPlan
 from runtime.media.check import Mp4Expectation, check_mp4
-from runtime.media.unit_encoder import PictureOptions
 from runtime.ops.decoder import EAGER, DecoderOperators
 from runtime.ops.fused_decoder import FusedDecoderOperators
 from runtime.pipeline import Hooks, decode_and_write
 from runtime.settings import Settings
 from runtime.timeline import Timeline
 from scripts.bench.common import target, write_result
+from scripts.bench.decode_parts import Parts
 from scripts.bench.decode_weights import RandomDecoderWeights
 from scripts.tiny_presets import preset
 
@@ -54,10 +56,12 @@ FPS, AUDIO_LATENTS_PER_SECOND = 24, 40
 
 @dataclass
 class Clip:
-    """Latents of one length and what a run of it measured."""
+    """Latents of one length: video [C, T, h, w], audio [2, C, T]; `rows`: the same as a denoiser leaves them."""
 
     media: MediaPlan
-    latents: Mapping[str, Tensor]
+    video: Tensor
+    audio: Tensor
+    rows: Mapping[str, Tensor]
 
 
 class Bench:
@@ -95,22 +99,28 @@ class Bench:
             generator=torch.Generator(self.device).manual_seed(frames),
         )  # fmt: skip
         size = (steps, height // vae.spatial_ratio, width // vae.spatial_ratio)
-        video = F.interpolate(rough, size, mode="trilinear")[0]
+        video = F.interpolate(rough, size, mode="trilinear")
         count = round(frames / FPS * AUDIO_LATENTS_PER_SECOND)
         audio = torch.randn(2, self.config.audio_vae.latent_channels, count, device=self.device)
         media = MediaPlan(width, height, frames, FPS, self.config.audio_vae.sampling_rate)
-        return Clip(media, {"video": video, "audio": audio})
+        rows = {"video": patchify(video, self.config.transformer.patch_size), "audio": pack_audio(audio)}
+        return Clip(media, video[0], audio, rows)
 
-    def run(self, clip: Clip, output: Path) -> dict[str, Any]:
-        """One request from latents to the file. Times in seconds from the first call on."""
+    def run(self, clip: Clip, output: Path, *, beside: bool = True, watched: bool = False) -> dict[str, Any]:
+        """One request from latents to the file. Times in seconds from the first call on.
+
+        Args:
+            beside: decode the sound beside the first pictures, as workers do; else before them.
+            watched: also make a fragmented MP4.
+        """
         self.calls = 0
-        job = BenchJob(self, clip)
         self.synchronize()
         _reset_peaks(self.device)
         clock = DeviceClock(self.device)
-        job.clock = clock
-        hooks = Hooks(Timeline(), threading.Event())
-        decode_and_write(job, clip.latents, output, hooks, self.encoders.options, self.encoders.pool)  # type: ignore[arg-type]
+        receiver = Fragments(clock) if watched else None
+        hooks, job = Hooks(Timeline(), threading.Event()), BenchJob(self, clip, clock, beside)
+        options = {**self.encoders.options, "receiver": receiver}
+        decode_and_write(job, clip.rows, output, hooks, options, self.encoders.pool)  # type: ignore[arg-type]
         complete = clock.now()
         last = clock.last_kernel()
         report = check_mp4(output, Mp4Expectation(clip.media.width, clip.media.height, clip.media.num_frames))
@@ -122,7 +132,8 @@ class Bench:
             "file_complete_after_last_kernel_ms": (complete - last) * 1e3,
             "audio_decode_s": spans["audio decode"],
             "finish_s": spans["finish file"],
-            "first_frame_out_s": (hooks.timeline.seconds("first_frame_out") or 0.0),
+            "first_frame_out_s": hooks.timeline.seconds("first_frame_out"),
+            "first_fragment_s": receiver.first_s if receiver else None,
             "file_bytes": output.stat().st_size,
             "problems": report.problems,
             **_peaks(self.device, self.encoders),
@@ -133,126 +144,45 @@ class Bench:
             torch.zeros(1, device=self.device)
             torch.cuda.synchronize()
 
-    def unit_times(self, clip: Clip, batches: list[int]) -> list[dict[str, Any]]:
-        """One unit with different tile batches: device time, the host's share (a graph could save no more), pixels."""
-        plan = self.video.plan(clip.latents["video"])
-        chosen, figures, reference = self.video.tile_batch, [], None
-        for batch in batches:
-            self.video.tile_batch = batch
-            self.video.decode_unit(clip.latents["video"], 0, plan)
-            self.synchronize()
-            _reset_peaks(self.device)
-            start = time.perf_counter()
-            head, _ = self.video.decode_unit(clip.latents["video"], 0, plan)
-            queued = time.perf_counter() - start
-            self.synchronize()
-            seconds = time.perf_counter() - start
-            reference = head if reference is None else reference
-            figures.append(
-                {
-                    "tile_batch": batch,
-                    "unit_ms": seconds * 1e3,
-                    "host_ms": queued * 1e3,
-                    "peak_gpu_gib": _gpu_peak(self.device),
-                    "largest_difference": float((head - reference).abs().max()),
-                }
-            )
-        self.video.tile_batch = chosen
-        return figures
-
-    def eager(self, clip: Clip) -> dict[str, Any]:
-        """One unit with the eager operators, for comparison with the first row of `unit_times`."""
-        decoder = VideoDecoder(self.config.video_vae, self.weights, self.device, tile_batch=28)
-        plan = decoder.plan(clip.latents["video"])
-        head, _ = decoder.decode_unit(clip.latents["video"], 0, plan)
-        self.synchronize()
-        start = time.perf_counter()
-        head, _ = decoder.decode_unit(clip.latents["video"], 0, plan)
-        self.synchronize()
-        seconds = time.perf_counter() - start
-        chosen, self.video.tile_batch = self.video.tile_batch, 28
-        ours, _ = self.video.decode_unit(clip.latents["video"], 0, plan)
-        self.video.tile_batch = chosen
-        difference = (ours - head).abs()
-        return {
-            "unit_ms": seconds * 1e3,
-            "largest": float(difference.max()),
-            "mean": float(difference.mean()),
-        }
-
-    def encoder_times(self, clip: Clip) -> list[dict[str, Any]]:
-        """What is waited for at the very end: encoding one unit of 22 frames, by tune and threads of one session."""
-        plan = self.video.plan(clip.latents["video"][:, :7])
-        head, tail = self.video.decode_unit(clip.latents["video"][:, :7], 0, plan)
-        unit = DecodedUnit(self.video.join(head, None, tail, plan.units - 1, plan))
-        figures = []
-        for tune in ("zerolatency", ""):
-            for threads in (2, 4, 8, 16):
-                media, options = clip.media, {**self.encoders.options, "tune": tune, "threads": threads}
-                picture = PictureOptions(media.width, media.height, media.fps, **options)
-                self.encoders.pool.start(picture, media.num_frames)
-                milliseconds, size = [], 0
-                for _ in range(3):
-                    slot = self.encoders.pool.memory.acquire(10)
-                    assert slot is not None
-                    arrival = unit.copy_into(slot.view)
-                    if arrival is not None:
-                        arrival()
-                    start = time.perf_counter()
-                    size = len(
-                        self.encoders.pool.encode(slot, unit.num_frames, unit.layout, picture).result()
-                    )
-                    milliseconds.append((time.perf_counter() - start) * 1e3)
-                median = statistics.median(milliseconds)
-                figures.append({"tune": tune, "threads": threads, "unit_ms": median, "bytes": size})
-        return figures
-
-    def precision(self, clip: Clip) -> dict[str, Any]:
-        """Numeric effect of the fast path on one unit: float16 products against float32 everywhere, same weights."""
-        latents = clip.latents["video"][:, :7, :32, :32]
-        exact = RandomDecoderWeights(self.config, self.args.device, torch.float32)
-        found = {}
-        for name, weights in (("fp32", exact), ("fp16_linears", self.weights)):
-            decoder = VideoDecoder(self.config.video_vae, weights, self.device, precision=name)  # type: ignore[arg-type]
-            found[name] = decoder.decode(latents)
-        difference = (found["fp32"] - found["fp16_linears"]).abs()
-        bytes_differ = to_uint8(found["fp32"]) != to_uint8(found["fp16_linears"])
-        mse = float(difference.square().mean())
-        return {
-            "largest": float(difference.max()),
-            "mean": float(difference.mean()),
-            "psnr_db": None if mse == 0 else round(-10 * torch.log10(torch.tensor(mse)).item(), 1),
-            "bytes_that_differ": float(bytes_differ.float().mean()),
-        }
-
 
 class BenchJob:
-    """The part of `runtime.family.Job` that decoding uses."""
+    """The part of `runtime.family.Job` that decoding uses, with a clock at the end of every unit's kernels."""
 
-    def __init__(self, bench: Bench, clip: Clip) -> None:
+    def __init__(self, bench: Bench, clip: Clip, clock: DeviceClock, beside: bool) -> None:
         self.media = clip.media
-        self.clock: DeviceClock | None = None
-        self._bench = bench
+        shape = (clip.video.shape[1], clip.video.shape[2], clip.video.shape[3])
+        video = ClockedUnits(shape, bench.config.transformer.patch_size, bench.video)
+        video.clock = clock
+        audio = AudioUnits(bench.audio)
+        self._decoders = {
+            "video": video,
+            "audio": AudioBeside(audio, video, bench.device) if beside else audio,
+        }
 
     def decoders(self) -> Mapping[str, Any]:
-        return {"video": self, "audio": BenchAudio(self._bench.audio)}
+        return self._decoders
+
+
+class ClockedUnits(VideoUnits):
+    clock: DeviceClock
 
     @torch.inference_mode()
-    def units(self, latents: Mapping[str, Tensor]) -> Iterator[DecodedUnit]:
-        assert self.clock is not None
-        for frames in self._bench.video.units(latents["video"]):
-            unit = DecodedUnit(frames)
+    def _units(self, latents: Mapping[str, Tensor]) -> Iterator[DecodedUnit]:
+        for unit in super()._units(latents):
             self.clock.kernels_queued()
             yield unit
 
 
-class BenchAudio:
-    def __init__(self, decoder: AudioDecoder) -> None:
-        self._decoder = decoder
+class Fragments:
+    """Counts a stream's bytes and notes when the first came."""
 
-    @torch.inference_mode()
-    def units(self, latents: Mapping[str, Tensor]) -> Iterator[Any]:
-        yield self._decoder.decode(latents["audio"]).cpu().numpy()
+    def __init__(self, clock: DeviceClock) -> None:
+        self._clock = clock
+        self.first_s: float | None = None
+
+    def write(self, data: bytes, /) -> None:
+        if self.first_s is None:
+            self.first_s = self._clock.now()
 
 
 class DeviceClock:
@@ -285,43 +215,14 @@ class DeviceClock:
 
 def main() -> int:
     args = _parser().parse_args()
-    lengths = [int(text) for text in args.frames.split(",")]
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
         bench = Bench(args, Path(folder) / "kernels")
-        figures: dict[str, Any] = {
-            "size": args.size,
-            "encoders": {**bench.encoders.options, "processes": bench.encoders.pool.processes},
-            "operators": bench.operators,
-        }
-        output = Path(folder) / "clip.mp4"
-        middle = bench.clip(lengths[len(lengths) // 2])
-        bench.encoders.start(middle.media)
-        started = time.perf_counter()
-        bench.run(bench.clip(22), output)  # libraries, weights and kernels are there afterwards
-        figures["warm_up_s"] = time.perf_counter() - started
-        figures["clips"] = {}
-        for frames in lengths:
-            clip = bench.clip(frames)
-            runs = [
-                bench.run(clip, output)
-                for _ in range(args.repeat if frames == middle.media.num_frames else 1)
-            ]
-            figures["clips"][str(frames)] = runs
-            print(f"{frames} frames: {json.dumps(runs)}", flush=True)
-        batches = [b for b in (28, 14, 7, 1) if args.preset == "full" or b <= 7]
-        figures["tile_batch_chosen"] = bench.video.tile_batch
-        figures["unit"] = bench.unit_times(middle, batches)
-        print(f"unit: {json.dumps(figures['unit'])}", flush=True)
-        figures["eager_operators"] = bench.eager(middle)
-        print(f"eager: {json.dumps(figures['eager_operators'])}", flush=True)
-        figures["encode_22_frames"] = bench.encoder_times(middle)
-        print(f"encode: {json.dumps(figures['encode_22_frames'])}", flush=True)
-        figures["fp16_against_fp32"] = bench.precision(middle)
-        print(f"precision: {json.dumps(figures['fp16_against_fp32'])}", flush=True)
-    samples = bench.audio.decode(middle.latents["audio"]).cpu()
-    bench.encoders.close()
+        try:
+            figures, middle = _figures(bench, Path(folder) / "clip.mp4")
+        finally:
+            bench.encoders.close()
+    figures["peer"] = _peer(bench, middle) if args.peer else None
     runs = figures["clips"][str(middle.media.num_frames)]
-    figures["peer"] = _peer(bench, middle, samples) if args.peer else None
     targets = _targets(runs, figures["peer"])
     print(json.dumps({"peer": figures["peer"], "targets": targets}), flush=True)
     if args.preset == "full":
@@ -329,7 +230,50 @@ def main() -> int:
     return 1 if any(run["problems"] for runs in figures["clips"].values() for run in runs) else 0
 
 
-def _peer(bench: Bench, clip: Clip, samples: Tensor) -> dict[str, Any] | None:
+def _figures(bench: Bench, output: Path) -> tuple[dict[str, Any], Clip]:
+    """Everything but the peer; and the clip of the middle length."""
+    args, started = bench.args, time.perf_counter()
+    lengths = [int(text) for text in args.frames.split(",")]
+    figures: dict[str, Any] = {
+        "size": args.size,
+        "encoders": {**bench.encoders.options, "processes": bench.encoders.pool.processes},
+        "operators": bench.operators,
+        "attention": bench.video._network.attention.backend,
+    }
+
+    def note(name: str, measure: Callable[[], Any], *, is_needed: bool = False) -> None:
+        try:
+            figures[name] = measure()
+        except Exception as error:  # one part that fails must not cost the figures of the others
+            if is_needed or args.device == "cpu":
+                raise
+            figures[name] = {"failed": f"{type(error).__name__}: {error}"}
+        print(f"{time.perf_counter() - started:6.1f} s  {name}: {json.dumps(figures[name])}", flush=True)
+
+    middle = bench.clip(lengths[len(lengths) // 2])
+    bench.encoders.start(middle.media)
+    # Libraries, weights, kernels and plans are there afterwards.
+    note("first_in_process", lambda: bench.run(bench.clip(22), output), is_needed=True)
+    figures["clips"] = {}
+    for frames in lengths:
+        repeat = args.repeat if frames == middle.media.num_frames else 1
+        clip = middle if frames == middle.media.num_frames else bench.clip(frames)
+        note(
+            f"{frames} frames",
+            lambda clip=clip, n=repeat: [bench.run(clip, output) for _ in range(n)],
+            is_needed=True,
+        )
+        figures["clips"][str(frames)] = figures.pop(f"{frames} frames")
+    note("sound_before_pictures", lambda: bench.run(middle, output, beside=False))
+    note("watched", lambda: bench.run(middle, output, watched=True))
+    figures["tile_batch_chosen"] = bench.video.tile_batch
+    parts = Parts(bench.config, bench.weights, bench.video, bench.encoders, middle.media, middle.video)
+    for name, measure in parts.all().items():
+        note(name, measure)
+    return figures, middle
+
+
+def _peer(bench: Bench, clip: Clip) -> dict[str, Any] | None:
     try:
         import diffusers  # noqa: F401 (the machine may lack it)
     except ImportError as error:
@@ -338,7 +282,7 @@ def _peer(bench: Bench, clip: Clip, samples: Tensor) -> dict[str, Any] | None:
     from scripts.bench.decode_peer import measure_peer
 
     rate = max(clip.media.sample_rate, 8000)  # small models have a rate that AAC does not know
-    return measure_peer(bench.weights, clip.latents["video"], samples, FPS, rate)
+    return measure_peer(bench.weights, clip.video, clip.audio, FPS, rate)
 
 
 def _targets(runs: list[dict[str, Any]], peer: dict[str, Any] | None) -> dict[str, Any]:
@@ -389,15 +333,12 @@ def _reset_peaks(device: torch.device) -> None:
         return  # the host's peak is then that of the whole process
 
 
-def _gpu_peak(device: torch.device) -> float:
-    return round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else 0.0
-
-
 def _peaks(device: torch.device, encoders: Encoders) -> dict[str, float]:
     """GiB: tensors on the GPU; peak resident memory of this process and of the encoder processes together."""
     children = sum(_peak_resident(str(process.child.pid)) for process in encoders.pool._all)
+    gpu = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     return {
-        "peak_gpu_gib": _gpu_peak(device),
+        "peak_gpu_gib": round(gpu, 2),
         "peak_host_gib": round(_peak_resident("self"), 2),
         "peak_encoders_gib": round(children, 2),
         "picture_memory_gib": round(encoders.pool.memory.slot_bytes * encoders.pool.memory.slots / 2**30, 3),

@@ -1,4 +1,4 @@
-"""The peer of `scripts.bench.decode`: diffusers 0.42.1's tiled decode and its `encode_video`, with the same weights."""
+"""The peer of `scripts.bench.decode`: diffusers 0.42.1's decode steps and its `encode_video`, with the same weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.families.minimax_h3.config import VideoVAEConfig
+from runtime.families.minimax_h3.config import AudioVAEConfig, VideoVAEConfig
 from scripts.bench.decode_weights import RandomDecoderWeights
 
 # Modules that `from_pretrained(torch_dtype=…)` leaves in float32 (the class's own list).
@@ -24,10 +24,7 @@ def build_peer(weights: RandomDecoderWeights, dtype: torch.dtype) -> Any:
     """AutoencoderKLMiniMaxH3 on the device as a pipeline in `dtype` holds it; its encoder is as small as it goes."""
     from diffusers import AutoencoderKLMiniMaxH3
 
-    config = {
-        field.name: getattr(weights.config.video_vae, field.name)
-        for field in dataclasses.fields(VideoVAEConfig)
-    }
+    config = _fields(weights.config.video_vae)
     levels = len(config["block_out_channels"])
     config |= {"block_out_channels": (4,) * levels, "norm_num_groups": 2, "layers_per_block": 1}
     with torch.device(weights.device), torch.no_grad():
@@ -37,76 +34,119 @@ def build_peer(weights: RandomDecoderWeights, dtype: torch.dtype) -> Any:
         if name in state:
             value = state[name]
             parameter.data = value if any(pin in name for pin in _PINNED) else value.to(dtype)
-    missing = [
-        name for name, _ in peer.named_parameters() if name.startswith("decoder.") and name not in state
-    ]
-    if missing:
-        raise RuntimeError(f"weights without a value: {missing}")
+    _require_all(peer, state, ("decoder.",))
     return peer.requires_grad_(False).eval()
 
 
-def run_peer(
-    peer: Any, latents: Tensor, audio: Tensor, fps: int, sample_rate: int, output: Path
-) -> dict[str, float]:
-    """From latents to a complete file as the pipeline's decode step and the documented next line do it.
+def build_audio_peer(weights: RandomDecoderWeights) -> Any:
+    """AutoencoderKLMiniMaxH3Audio on the device, float32 as it always is; its encoder is as small as it goes."""
+    from diffusers import AutoencoderKLMiniMaxH3Audio
 
-    Args: latents: [C, T, h, w] normalised. audio: [2, samples] on the CPU.
-    Returns: seconds: `decode` (device finished), `postprocess` (pictures on the host), `encode`, `total`.
-    """
-    from diffusers.utils import encode_video
-    from diffusers.video_processor import VideoProcessor
+    config = _fields(weights.config.audio_vae) | {"encoder_dim": 8}
+    with torch.device(weights.device), torch.no_grad():
+        peer = AutoencoderKLMiniMaxH3Audio(**config)  # type: ignore[no-untyped-call]
+    state = weights.tensors("audio_vae/decoder")
+    for name, tensor in (*peer.named_parameters(), *peer.named_buffers()):
+        if name in state:
+            tensor.data = state[name]
+    _require_all(peer, state, ("decoder.", "dec_in_proj."))
+    return peer.requires_grad_(False).eval()
 
-    device = latents.device
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    synchronize()
-    start = time.perf_counter()
-    mean, std, pixel_mean, pixel_std = (
-        torch.tensor(values, device=device).view(1, -1, 1, 1, 1)
-        for values in (
-            peer.config.latents_mean,
-            peer.config.latents_std,
-            (0.485, 0.456, 0.406),
-            (0.229, 0.224, 0.225),
+
+def _fields(config: VideoVAEConfig | AudioVAEConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+
+
+def _require_all(peer: Any, state: Mapping[str, Tensor], prefixes: tuple[str, ...]) -> None:
+    missing = [name for name, _ in peer.named_parameters() if name.startswith(prefixes) and name not in state]
+    if missing:
+        raise RuntimeError(f"weights without a value: {missing}")
+
+
+class Peer:
+    """Both autoencoders, and the steps from the last denoised latents to a complete file."""
+
+    def __init__(self, weights: RandomDecoderWeights, dtype: torch.dtype) -> None:
+        self.video = build_peer(weights, dtype)
+        self.audio = build_audio_peer(weights)
+        self.device = torch.device(weights.device)
+
+    def run(self, video: Tensor, audio: Tensor, fps: int, sample_rate: int, output: Path) -> dict[str, float]:
+        """As the pipeline's decode steps and the documented next line do it.
+
+        Args: video: [C, T, h, w], audio: [2, C, T], both normalised.
+        Returns: seconds: `decode` (device finished), `postprocess` (pictures on the host), `audio` (samples on the
+            host), `encode`, `total`.
+        """
+        from diffusers.utils import encode_video
+        from diffusers.video_processor import VideoProcessor
+
+        marks = [self._now()]
+        with torch.no_grad():
+            pixels = self._pixels(video)
+            marks.append(self._now())
+            pictures = VideoProcessor(do_normalize=False).postprocess_video(pixels, output_type="pil")[0]
+            marks.append(self._now())
+            sound = self._sound(audio)
+        marks.append(self._now())
+        encode_video(pictures, fps, str(output), audio=sound, audio_sample_rate=sample_rate)
+        marks.append(self._now())
+        parts = ("decode", "postprocess", "audio", "encode")
+        seconds = {name: end - start for name, start, end in zip(parts, marks, marks[1:], strict=False)}
+        return {**seconds, "total": marks[-1] - marks[0]}
+
+    def _pixels(self, latents: Tensor) -> Tensor:
+        """[1, 3, F, H, W] float32 in [0, 1]"""
+        config = self.video.config
+        mean, std, pixel_mean, pixel_std = (
+            torch.tensor(values, device=self.device).view(1, -1, 1, 1, 1)
+            for values in (
+                config.latents_mean,
+                config.latents_std,
+                (0.485, 0.456, 0.406),
+                (0.229, 0.224, 0.225),
+            )
         )
-    )
-    with torch.no_grad():
-        video = peer.decode(latents[None] * std + mean, return_dict=False)[0]
-        video = (video.float() * pixel_std + pixel_mean).clamp(0, 1)
-    synchronize()
-    decoded = time.perf_counter()
-    pictures = VideoProcessor(do_normalize=False).postprocess_video(video, output_type="pil")[0]
-    posted = time.perf_counter()
-    encode_video(pictures, fps, str(output), audio=audio, audio_sample_rate=sample_rate)
-    end = time.perf_counter()
-    return {
-        "decode": decoded - start,
-        "postprocess": posted - decoded,
-        "encode": end - posted,
-        "total": end - start,
-    }
+        video = self.video.decode(latents[None] * std + mean, return_dict=False)[0]
+        return (video.float() * pixel_std + pixel_mean).clamp(0, 1)
+
+    def _sound(self, latents: Tensor) -> Tensor:
+        """[2, samples] on the CPU"""
+        config = self.audio.config
+        mean, std = (
+            torch.tensor(values, device=self.device).view(1, -1, 1)
+            for values in (config.latents_mean, config.latents_std)
+        )
+        samples: Tensor = self.audio.decode(latents * std + mean, return_dict=False)[0]
+        return samples.float()[:, 0].cpu()
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
 
 def measure_peer(
-    weights: RandomDecoderWeights, latents: Tensor, audio: Tensor, fps: int, sample_rate: int
+    weights: RandomDecoderWeights, video: Tensor, audio: Tensor, fps: int, sample_rate: int
 ) -> dict[str, Any]:
     """bfloat16 as the published pipeline is loaded: one short run to warm up, then the clip."""
-    if latents.device.type == "cuda":
+    if video.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    peer = build_peer(weights, torch.bfloat16)
+    peer = Peer(weights, torch.bfloat16)
     calls = 0
 
     def count(*_: object) -> None:
         nonlocal calls
         calls += 1
 
-    peer.decoder.register_forward_pre_hook(count)
+    peer.video.decoder.register_forward_pre_hook(count)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "peer.mp4"
-        run_peer(peer, latents[:, :7], audio, fps, sample_rate, output)
+        peer.run(video[:, :7], audio[..., :36], fps, sample_rate, output)
         calls = 0
-        seconds = run_peer(peer, latents, audio, fps, sample_rate, output)
+        seconds = peer.run(video, audio, fps, sample_rate, output)
         size = os.stat(output).st_size  # noqa: PTH116 (one number)
-    peak = torch.cuda.max_memory_allocated() if latents.device.type == "cuda" else 0
+    peak = torch.cuda.max_memory_allocated() if video.device.type == "cuda" else 0
     return {
         "dtype": "bfloat16",
         "decoder_calls": calls,

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from runtime.families.minimax_h3.config import H3Config
 from runtime.families.minimax_h3.model.audio_vae import AudioDecoder
 from runtime.families.minimax_h3.model.finite import require_finite
 from runtime.families.minimax_h3.model.picture_units import DecodedUnit
 from runtime.families.minimax_h3.model.video_decoder import VideoDecoder
-from runtime.families.minimax_h3.packing import PackedSequence, unpack_audio, unpatchify
+from runtime.families.minimax_h3.packing import unpack_audio, unpatchify
 from runtime.family import Decoder, Latents
 
 if TYPE_CHECKING:
@@ -28,10 +27,16 @@ class StartedDecoder(Decoder, Protocol):
 
 
 class VideoUnits:
-    """Video latents to pictures, checked and rounded to bytes on the device. One video."""
+    """Video latents to pictures, checked and rounded to bytes on the device. One video.
 
-    def __init__(self, config: H3Config, sequence: PackedSequence, decoder: VideoDecoder) -> None:
-        self._config, self._sequence = config, sequence
+    Args:
+        latent_shape: (latent frames, latent height, latent width). patch_size: latents of one row, the same way.
+    """
+
+    def __init__(
+        self, latent_shape: tuple[int, int, int], patch_size: tuple[int, int, int], decoder: VideoDecoder
+    ) -> None:
+        self._latent_shape, self._patch_size = latent_shape, patch_size
         self._decoder = decoder
         self._rest: Iterator[DecodedUnit] | None = None
         self._first: DecodedUnit | None = None
@@ -59,8 +64,7 @@ class VideoUnits:
     def frames(self, latents: Latents) -> Iterator[Tensor]:
         """[F, 3, H, W] float32 in [0, 1] on the device per temporal unit. Raises: InternalError: bad latents."""
         require_finite(latents["video"], "video latents")
-        patch_size = self._config.transformer.patch_size
-        video = unpatchify(latents["video"], self._sequence.latent_shape, patch_size)
+        video = unpatchify(latents["video"], self._latent_shape, self._patch_size)
         yield from self._decoder.units(video[0])
 
     @torch.inference_mode()

@@ -117,7 +117,7 @@ class H3Job:
             given.config.video_vae, self._weights, self._device, operators=parts.decoder_operators
         )
         video: StartedDecoder = (
-            VideoUnits(given.config, given.sequence, decoder)
+            VideoUnits(given.sequence.latent_shape, given.config.transformer.patch_size, decoder)
             if parts.video_units is None
             else parts.video_units(given, decoder)
         )
