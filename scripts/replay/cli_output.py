@@ -28,8 +28,8 @@ def check_outputs(arguments: argparse.Namespace) -> None:
                 folder = folder.parent
         problem = (
             "no such folder" if not folder.is_dir()
-            else "no permission" if not os.access(folder, os.W_OK)
             else "a folder" if name != "plots" and path.is_dir()
+            else "no permission" if not os.access(folder, os.W_OK)
             else None
         )  # fmt: skip
         if problem:
