@@ -8,6 +8,7 @@ import time
 
 STARTED_NS = time.time_ns()  # the worker's clock starts here, before the rest of this file
 
+import math  # noqa: E402
 import os  # noqa: E402
 import pathlib  # noqa: E402
 
@@ -22,7 +23,8 @@ DEFAULTS = {
     "REGIONS": "us-east",
     "MAX_CONTAINERS": "4",
     "MIN_CONTAINERS": "0",
-    "SCALEDOWN_WINDOW": "15",  # about twice the measured start
+    "START_S": "7.2",  # measured start (the study's P50, seconds): an idle container is kept twice as long
+    "SCALEDOWN_WINDOW": "",  # seconds to keep an idle container, instead
     "SNAPSHOT": "0",  # memory snapshot of the worker's parent process: measured, off unless it wins
     "WEIGHTS_VOLUME": "coldframe-weights",
     "OUTPUTS_VOLUME": "coldframe-outputs",
@@ -35,6 +37,9 @@ DEFAULTS = {
     "WORKER_COMMAND": "",  # another worker program, for tests
 }
 SETTING = {name: os.environ.get(PREFIX + name, default) for name, default in DEFAULTS.items()}
+SETTING["SCALEDOWN_WINDOW"] = SETTING["SCALEDOWN_WINDOW"] or str(
+    min(3600, max(2, math.ceil(2 * float(SETTING["START_S"]))))  # what Modal takes
+)
 GPU, _, RANKS = SETTING["GPU"].partition(":")
 RANKS = RANKS or "1"
 ARCHITECTURES = {"H100": "sm_90a", "H200": "sm_90a", "B200": "sm_100a"}  # what kernels/aot compiles for

@@ -126,6 +126,20 @@ def test_several_gpus_are_ranks_of_one_worker(gpu: str, expected: list[str]) -> 
     assert json.loads(done.stdout) == expected
 
 
+@pytest.mark.parametrize(
+    ("settings", "window"),
+    [({}, "15"), ({"START_S": "20"}, "40"), ({"START_S": "0.4"}, "2"), ({"SCALEDOWN_WINDOW": "9"}, "9")],
+    ids=["default", "measured", "least", "given"],
+)
+def test_idle_containers_are_kept_for_twice_the_measured_start(settings: dict[str, str], window: str) -> None:
+    environ = environment(**{f"COLDFRAME_MODAL_{name}": value for name, value in settings.items()})
+    code = "import app; print(app.SETTING['SCALEDOWN_WINDOW'])"
+    done = subprocess.run(
+        [PYTHON, "-c", code], env=environ, capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == window
+
+
 def test_the_gateway_never_holds_a_gpu(deployed: Path) -> None:
     gateway = function(deployed, "Gateway.*")
     assert gateway["resources"]["gpu_config"] == {}
