@@ -62,11 +62,13 @@ def run(job: FakeJob, output: Path, hooks: Hooks, encoders: Encoders | None = No
 
 @pytest.mark.parametrize("has_pool", [False, True])
 def test_a_clip_is_written_and_marked(has_pool: bool, encoders: Encoders, tmp_path: Path) -> None:
-    hooks = Hooks(Timeline(), threading.Event())
+    frames: list[tuple[int, int]] = []
+    hooks = Hooks(Timeline(), threading.Event(), on_frames=lambda *counts: frames.append(counts))
     figures = run(FakeJob(), tmp_path / "clip.mp4", hooks, encoders if has_pool else None)
     assert (figures["num_frames"], figures["size_bytes"]) == (56, (tmp_path / "clip.mp4").stat().st_size)
     assert check_mp4(tmp_path / "clip.mp4", Mp4Expectation(48, 32, 56)).problems == []
     assert [mark.name for mark in hooks.timeline.marks] == ["first_frame_out"]
+    assert frames == [(17, 56), (34, 56), (56, 56)]
     assert [span.name for span in hooks.timeline.spans] == ["audio decode", *["hand over"] * 3, "finish file"]
 
 

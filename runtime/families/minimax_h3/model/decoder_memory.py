@@ -6,7 +6,9 @@ import torch
 
 from runtime.families.minimax_h3.config import VideoVAEConfig
 
-_MARGIN = 512 << 20  # for the allocator's rounding and the workspaces of libraries
+_MARGIN = (
+    1 << 30
+)  # the sound, decoded beside the first unit; the allocator's rounding and the workspaces of libraries
 _UNIT_TENSORS = 6  # of one unit's stitched frames: head, tail before it, blends, bytes for the host
 
 
