@@ -22,6 +22,7 @@ PACKAGES = (
     "diffusers",
     "transformers",
     "cuda-bindings",
+    "nvidia-libnvcomp-cu13",
     "triton",
     "av",
 )

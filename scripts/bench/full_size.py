@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,8 @@ from functools import partial
 from pathlib import Path
 
 from loader.manifest import CHUNK_BYTES, MANIFEST_NAME, encode_manifest
+from prepare.codec import Coding
+from prepare.codec_directory import CodecReport, encode_directory
 from prepare.compile import compile_kernels
 from prepare.digests import FileDigests, edge_digest
 from prepare.families.minimax_h3.recipe import build_recipe, loading_order
@@ -159,6 +162,15 @@ def _digests(
     return FileDigests(plan.num_bytes, whole, tuple(chunks), edges)
 
 
+def code_directory(plain: Path, target: Path) -> CodecReport:
+    """Code a directory file by file; the plain one is gone afterwards, so that memory holds little more than one."""
+    from prepare.codec_gpu import GpuEncoder
+
+    report = encode_directory(plain, target, Coding(GpuEncoder()), consume=True, workers=2)
+    shutil.rmtree(plain)
+    return report
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
@@ -168,12 +180,22 @@ def main() -> int:
     parser.add_argument(
         "--architecture", action="append", default=[], help="compile kernels for it; repeatable"
     )
+    parser.add_argument(
+        "--codec", choices=("none", "ans"), default="none", help="as prepare --codec; needs a GPU"
+    )
     parser.add_argument("--ranks", type=int, action="append", default=[], help="as prepare --ranks")
     args = parser.parse_args()
     started = time.monotonic()
     tasks, schedules = args.task or ["t2va"], args.schedule or ["base-49"]
     ranks = check_sizes(args.ranks or [1])
-    digest = write_full_size(args.directory, tasks, schedules, args.preset, args.architecture, ranks)
+    plain = (
+        args.directory if args.codec == "none" else args.directory.with_name(args.directory.name + ".plain")
+    )
+    digest = write_full_size(plain, tasks, schedules, args.preset, args.architecture, ranks)
+    if args.codec != "none":
+        report = code_directory(plain, args.directory)
+        digest = report.manifest_sha256
+        print(f"bytes by component: {dict(report.plain)} plain, {dict(report.stored)} stored")
     print(f"{args.directory}: manifest {digest}, {time.monotonic() - started:.1f} s")
     return 0
 

@@ -1,0 +1,82 @@
+"""Coded weights on one GPU: bytes, decoding, and first DiT entries with and without them.
+
+    python -m scripts.bench.codec [--part ratio] [--part decode] [--part start --directory DIR]
+        [--trained FILE.safetensors|WHEEL ...] [--gbps 11 --gbps 2 ...]
+
+`--directory` is a plain prepared directory of `scripts.bench.full_size` in memory-backed storage; it is measured first,
+then coded file by file in its place (it is gone afterwards), and measured again. About 30 s, 20 s and 330 s. Parts that run
+apart add to the same `results/codec.json`. Needs nvidia-libnvcomp-cu13; nvidia-nvcomp-cu13 for the comparison with its
+Python `Codec`. For a machine without a network (30 + 4 MB, and 16 MB of trained weights inside a wheel):
+
+    pip download --no-deps -d wheels nvidia-libnvcomp-cu13==6.0.0.12 wordllama==0.4.0.post1
+    pip download --no-deps -d wheels nvidia-nvcomp-cu13==6.0.0.12
+    pip install --no-index --no-deps --target site wheels/nvidia_*.whl     # there; then PYTHONPATH=site
+    unzip wheels/nvidia_libnvcomp*.whl nvidia/libnvcomp/lib64/libnvcomp.so.6 -d site    # all that a worker needs of it
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.codec_decode import measure_decoding
+from scripts.bench.codec_ratio import measure_ratios
+from scripts.bench.codec_start import measure_starts
+from scripts.bench.common import RESULTS, write_result
+
+PARTS = ("ratio", "decode", "start")
+RATES_GBPS = (22.0, 11.0, 5.5, 2.0, 1.0)
+
+
+def main() -> int:
+    args = _arguments()
+    figures, targets = _before(args.name)
+    if "start" in args.parts:  # first, while this process has no context whose memory would count
+        figures["start"] = measure_starts(args.directory, args.gbps, args.runs, args.schedule, targets)
+    if "ratio" in args.parts:
+        figures["ratio"] = measure_ratios(args.trained, targets)
+    if "decode" in args.parts:
+        figures["decode"] = measure_decoding()
+    path = write_result(args.name, figures, targets)
+    print(json.dumps({"figures": figures, "targets": targets}, indent=1))
+    print(path)
+    if args.out is not None:
+        shutil.copy(path, args.out)
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", dest="parts", action="append", choices=PARTS)
+    parser.add_argument("--directory", type=Path, help="plain prepared directory; it is coded in place")
+    parser.add_argument("--trained", type=Path, action="append", default=[], help="trained weights to code")
+    parser.add_argument("--gbps", type=float, action="append", help="storage rates of the starts")
+    parser.add_argument("--runs", type=int, default=3, help="unthrottled starts")
+    parser.add_argument("--schedule", default="base-49")
+    parser.add_argument("--name", default="codec", help="name of the result file")
+    parser.add_argument("--out", type=Path, help="folder for a copy of the result file")
+    args = parser.parse_args()
+    args.parts = args.parts or [part for part in PARTS if part != "start" or args.directory]
+    args.gbps = args.gbps or list(RATES_GBPS)
+    if "start" in args.parts and args.directory is None:
+        parser.error("--part start needs --directory")
+    return args
+
+
+def _before(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Figures and targets of parts that ran before."""
+    path = RESULTS / f"{name}.json"
+    if not path.is_file():
+        return {}, {}
+    result = json.loads(path.read_text("utf-8"))
+    return result["figures"], result["targets"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
