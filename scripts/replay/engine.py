@@ -69,6 +69,7 @@ def bound_pool(
         cold: [n] zeros of uint8, written.
     Returns: idle seconds, starts, peak workers, free times of the workers left, interval begins, interval ends.
     """
+    # Lists begin with a value that is taken out again: from an empty one Numba cannot tell the type.
     busy = [0.0]
     busy.pop()
     idle = [0.0]
@@ -142,6 +143,7 @@ def shared_pool(
     Returns: as `bound_pool`, then useless starts and how many of the workers left never served.
     """
     infinity = math.inf
+    # Lists begin with a value that is taken out again, as above. One body: calls would slow CPython down.
     busy = [0.0]
     busy.pop()
     starting = [0.0]
