@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -40,20 +40,27 @@ class Tuning(NamedTuple):
     """How one operator is compiled.
 
     block: BLOCK; 0 stands for the next power of two of the row width D. max_registers: limit a thread, for more
-    resident warps; None leaves it to the assembler.
+    resident warps; None leaves it to the assembler. rows: ROWS, rows a program does. is_split: the row is read as tiles that
+    add up to D, where at most three do. is_early, is_streamed: EARLY, STREAM of the source. The last four are
+    for operators whose `options` name them.
     """
 
     block: int
     num_warps: int
     max_registers: int | None = None
+    rows: int = 1
+    is_split: bool = False
+    is_early: bool = False
+    is_streamed: bool = False
 
 
 @dataclass(frozen=True)
 class Operator:
     """A kernel source `aot/<name>.py` holding a function `<name>`.
 
-    constants: names of the compile-time values that are part of the key. grid: "rows" = one program a row;
-    "rows x tiles" = ceil(width / BLOCK) programs a row. tunings: best measured first.
+    constants: names of the compile-time values that are part of the key. options: names of those that only the tuning
+    decides. grid: "rows" = one program a row, or for `Tuning.rows` of them; "rows x tiles" = ceil(width / BLOCK) programs
+    a row. tunings: what `SHIPPED` counts in.
     """
 
     name: str
@@ -62,6 +69,7 @@ class Operator:
     grid: GridRule
     tunings: tuple[Tuning, ...]
     helpers: tuple[str, ...] = ("rounding",)
+    options: tuple[str, ...] = ()
 
     def sources(self) -> tuple[Path, ...]:
         return tuple(AOT_FOLDER / f"{name}.py" for name in (self.name, *self.helpers))
@@ -76,6 +84,8 @@ class Specialisation:
     block: int
     num_warps: int
     max_registers: int | None
+    rows: int = 1
+    options: Mapping[str, int] = field(default_factory=dict)
 
     def key(self) -> tuple[str, tuple[tuple[str, int], ...]]:
         return self.operator.name, tuple(sorted(self.constants.items()))
@@ -104,6 +114,19 @@ def _strides(*names: str) -> tuple[Argument, ...]:
 
 
 _EPS = Argument("eps", "fp32")
+# Column tiles a row may be cut into.
+_MAX_PARTS = 3
+_NORM_MODULATE_OPTIONS = ("PART_A", "PART_B", "PART_C", "ROWS", "EARLY", "STREAM")
+_NORM_MODULATE_TUNINGS = (  # registers a thread with Triton 3.6, sm_90a, D = 5,376: programs an SM holds
+    Tuning(0, 8),  # 40: 6
+    Tuning(0, 4),  # 72: 7
+    Tuning(0, 8, is_streamed=True),  # 40: 6
+    Tuning(0, 8, is_split=True),  # 56: 4
+    Tuning(0, 4, is_split=True),  # 68: 7
+    Tuning(0, 8, 48, is_split=True),  # 48: 5
+    Tuning(0, 8, is_split=True, is_early=True),  # 63: 4
+    Tuning(0, 16, is_split=True, rows=2),  # 52: 2, of two rows each
+)
 _ROW_TUNINGS = (Tuning(0, 8), Tuning(0, 4), Tuning(0, 16), Tuning(0, 4, 64))
 
 _ALL = (
@@ -121,11 +144,13 @@ _ALL = (
             *_index("index"),
             *_pointers("out"),
             *_strides("x", "table", "out"),
+            Argument("rows", "i32"),
             _EPS,
         ),
         ("D",),
         "rows",
-        _ROW_TUNINGS,
+        _NORM_MODULATE_TUNINGS,
+        options=_NORM_MODULATE_OPTIONS,
     ),
     Operator(
         "final_norm_modulate",
@@ -230,6 +255,10 @@ _ALL = (
 )
 OPERATORS: Mapping[str, Operator] = {operator.name: operator for operator in _ALL}
 
+# Architecture -> operator -> index into its tunings that ships; 0 where nothing stands here. Set from a run of
+# `scripts.bench.fused_operators --tune OPERATOR` on that architecture, at the row count that matters there.
+SHIPPED: Mapping[str, Mapping[str, int]] = {"sm_90a": {}, "sm_100a": {}, "sm_120a": {}}
+
 
 @dataclass(frozen=True)
 class ModelSizes:
@@ -261,11 +290,13 @@ MINIMAX_H3 = ModelSizes(
 )
 
 
-def specialisations(sizes: ModelSizes, tuning: int = 0) -> tuple[Specialisation, ...]:
+def specialisations(
+    sizes: ModelSizes, tuning: int | None = None, architecture: str = "sm_90a"
+) -> tuple[Specialisation, ...]:
     """Every kernel of one model, without duplicates. Sizes that the kernels cannot do are left to the eager path.
 
     Args:
-        tuning: index into each operator's `tunings`, the last one where it has fewer; 0 is what ships.
+        tuning: index into each operator's `tunings`, the last one where it has fewer; None: what ships for `architecture`.
     """
     dit, encoder = sizes.hidden, sizes.encoder_hidden
     wanted: list[tuple[str, dict[str, int]]] = [("swiglu", {})]
@@ -284,7 +315,11 @@ def specialisations(sizes: ModelSizes, tuning: int = 0) -> tuple[Specialisation,
         key = {"K": sizes.encoder_head_dim, "HALF": sizes.encoder_head_dim // 2, "ROUND_FIRST": 1}
         wanted.append(("qk_norm_rope", key))
     wanted += _decoder(sizes)
-    built = [_specialise(OPERATORS[name], constants, tuning) for name, constants in wanted]
+    shipped = SHIPPED[architecture]
+    built = [
+        _specialise(OPERATORS[name], constants, shipped.get(name, 0) if tuning is None else tuning)
+        for name, constants in wanted
+    ]
     return tuple({item.key(): item for item in built}.values())
 
 
@@ -315,7 +350,24 @@ def _head_fits(head_dim: int, rotary_dim: int) -> bool:
 def _specialise(operator: Operator, constants: Mapping[str, int], tuning: int) -> Specialisation:
     chosen = operator.tunings[min(tuning, len(operator.tunings) - 1)]
     block = chosen.block or 1 << (constants["D"] - 1).bit_length()
-    return Specialisation(operator, dict(constants), block, chosen.num_warps, chosen.max_registers)
+    options = _options(chosen, constants["D"]) if operator.options else {}
+    return Specialisation(
+        operator, dict(constants), block, chosen.num_warps, chosen.max_registers, chosen.rows, options
+    )
+
+
+def _options(tuning: Tuning, width: int) -> dict[str, int]:
+    """Values of `_NORM_MODULATE_OPTIONS`. A width that is no sum of three powers of two is one padded tile."""
+    parts = [1 << bit for bit in reversed(range(width.bit_length())) if width >> bit & 1]
+    if not tuning.is_split or len(parts) > _MAX_PARTS:
+        parts = []
+    values = (
+        *(parts + [0] * _MAX_PARTS)[:_MAX_PARTS],
+        tuning.rows,
+        int(tuning.is_early),
+        int(tuning.is_streamed),
+    )
+    return dict(zip(_NORM_MODULATE_OPTIONS, values, strict=True))
 
 
 def num_tunings() -> int:

@@ -28,12 +28,12 @@ _POINTER_FORMAT = "Q"
 class Kernel:
     """One loaded cubin. `launch` is safe from several threads.
 
-    entry: its record. block: tile of the launch rule (columns or heads of one program).
+    entry: its record. block: tile of the launch rule (columns or heads of one program). rows: of one program.
     """
 
     def __init__(self, entry: KernelEntry, library: Any, driver: KernelDriver) -> None:
         self.entry = entry
-        self.block = entry.block
+        self.block, self.rows = entry.block, entry.rows
         self._library = library
         self._driver = driver
         self._function: Any = None

@@ -28,7 +28,7 @@ _FIELD_KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("constants", "compiler"), dict),
     "arguments": (list, tuple),
     **dict.fromkeys(("operator", "architecture", "symbol", "grid", "file", "sha256", "source_sha256"), str),
-    **dict.fromkeys(("block", "num_warps", "num_ctas", "shared", "scratch", "size"), int),
+    **dict.fromkeys(("block", "rows", "num_warps", "num_ctas", "shared", "scratch", "size"), int),
     **dict.fromkeys(("registers", "stack_bytes"), (int, type(None))),
 }
 
@@ -38,7 +38,7 @@ class KernelEntry:
     """One cubin.
 
     operator, architecture, constants: the key. symbol: entry point. arguments: (name, type, multiple) in parameter
-    order, without the two scratch pointers that Triton appends. block, num_warps: the launch shape; grid: rule of
+    order, without the two scratch pointers that Triton appends. block, rows, num_warps: the launch shape; grid: rule of
     the catalog. shared, scratch: bytes. file: relative to the folder of the index. source_sha256: see
     `catalog.source_sha256`. registers, stack_bytes: from the assembler's resource report, None where it is absent.
     compiler: name, version, assembler (its release), options.
@@ -51,6 +51,7 @@ class KernelEntry:
     arguments: tuple[tuple[str, str, int], ...]
     grid: str
     block: int
+    rows: int
     num_warps: int
     num_ctas: int
     shared: int
@@ -145,6 +146,8 @@ def _check_against_catalog(entry: KernelEntry) -> None:
 
 def _check_launch(entry: KernelEntry) -> None:
     """Only what `Kernel.launch` does: one CTA a cluster, no scratch memory, default shared memory limit."""
+    if entry.rows < 1 or (entry.rows > 1 and entry.grid != "rows"):
+        raise ArtifactError("kernel has an impossible launch", where=entry.title, found=f"rows {entry.rows}")
     if entry.num_ctas != 1 or entry.scratch != 0 or entry.shared > MAX_SHARED_BYTES:
         raise ArtifactError(
             "kernel needs a launch that is not supported",

@@ -81,7 +81,7 @@ class Operators:
             return reference.norm_modulate(x, weight, shift, scale, index, eps)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         kernel.launch(
-            len(x),
+            -(-len(x) // kernel.rows),
             _stream(x),
             x.data_ptr(),
             weight.data_ptr(),
@@ -92,6 +92,7 @@ class Operators:
             x.stride(0),
             shift.stride(0),
             out.stride(0),
+            len(x),
             eps,
         )
         return out

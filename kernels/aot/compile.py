@@ -57,7 +57,8 @@ def compile_one(specialisation: Specialisation, architecture: str) -> tuple[Kern
 
     operator = specialisation.operator
     function = getattr(importlib.import_module(f"kernels.aot.{operator.name}"), operator.name)
-    constants = {**specialisation.constants, "BLOCK": specialisation.block, "NATIVE": 1}
+    own = {**specialisation.constants, **specialisation.options}
+    constants = {**own, "BLOCK": specialisation.block, "NATIVE": 1}
     signature: dict[str, str] = {argument.name: argument.type for argument in operator.arguments}
     signature |= dict.fromkeys(constants, "constexpr")
     _check_signature(operator, function.arg_names, signature)
@@ -104,6 +105,7 @@ def _entry(
         arguments=tuple((item.name, item.type, item.multiple) for item in operator.arguments),
         grid=operator.grid,
         block=specialisation.block,
+        rows=specialisation.rows,
         num_warps=specialisation.num_warps,
         num_ctas=metadata.num_ctas,
         shared=metadata.shared,
@@ -118,7 +120,7 @@ def _entry(
             "name": "triton",
             "version": version,
             "assembler": _assembler_release(architecture),
-            "options": _options(specialisation),
+            "options": {**_options(specialisation), **specialisation.options},
         },
     )
 
@@ -152,18 +154,18 @@ def _resources(cubin: bytes) -> tuple[int | None, int | None]:
 
 
 def compile_all(
-    wanted: Iterable[Specialisation], architectures: Sequence[str], out: Path, jobs: int = 1
+    wanted: Mapping[str, Iterable[Specialisation]], out: Path, jobs: int = 1
 ) -> tuple[KernelEntry, ...]:
-    """Compile every kernel for every architecture into `out`, with `out/index.json` written last.
+    """Compile every kernel of every architecture into `out`, with `out/index.json` written last.
 
     Raises: CapabilityError: unknown architecture, or triton is missing. A compiler error is raised as it is.
     """
-    unknown = sorted(set(architectures) - set(ARCHITECTURES))
+    unknown = sorted(set(wanted) - set(ARCHITECTURES))
     if unknown:
         raise CapabilityError("unknown architecture", found=unknown, expected=sorted(ARCHITECTURES))
     if importlib.util.find_spec("triton") is None:
         raise CapabilityError("triton is not installed", hint="install triton where kernels are compiled")
-    tasks = [(item, architecture) for architecture in architectures for item in wanted]
+    tasks = [(item, architecture) for architecture, items in wanted.items() for item in items]
     spawn = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory() as cache,
@@ -197,16 +199,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--sizes", default=None, help="JSON object with the fields of ModelSizes; MiniMax-H3's"
     )
     parser.add_argument(
-        "--tuning", type=int, default=0, help="which tuning of each operator; 0 is what ships"
+        "--tuning", type=int, default=None, help="which tuning of each operator; default: what ships"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--operator", action="append", choices=sorted(OPERATORS), help="only these")
     options = parser.parse_args(arguments)
     sizes = MINIMAX_H3 if options.sizes is None else ModelSizes(**json.loads(options.sizes))
-    wanted = specialisations(sizes, options.tuning)
-    if options.operator:
-        wanted = tuple(item for item in wanted if item.operator.name in options.operator)
-    compile_all(wanted, options.architecture, options.out, options.jobs)
+    names = set(options.operator or OPERATORS)
+    wanted = {
+        architecture: [
+            item
+            for item in specialisations(sizes, options.tuning, architecture)
+            if item.operator.name in names
+        ]
+        for architecture in options.architecture
+    }
+    compile_all(wanted, options.out, options.jobs)
 
 
 def sizes_json(sizes: ModelSizes) -> str:

@@ -138,6 +138,19 @@ def _swiglu(width: int, gate_first: bool) -> Callable[[int, torch.Generator], In
     return make
 
 
+# What FlashInfer 0.7.2.post1 has for each operator; read in its sources, named with the file.
+LIBRARIES: Mapping[str, str] = {
+    "norm_modulate": "10.0 and 10.3 only, inside minimax_h3_bf16_pre_attention (diffusion_ops/minimax_h3.py)",
+    "gate_residual": "10.0 and 10.3 only, inside minimax_h3_out_proj (jit/minimax_h3_out_proj.py)",
+    "gate_norm_modulate": "none; its gated residuals are LayerNorm (norm/__init__.py)",
+    "qk_norm_rope": "10.0 and 10.3 only, inside minimax_h3_bf16_pre_attention; fused_qk_rmsnorm_rope norms across heads",
+    "swiglu": "silu_and_mul on every architecture: gate first, one rounding; fused with the product on 10.0 and 10.3",
+    "rms_norm": "norm.rmsnorm on every architecture",
+    "final_norm_modulate": "none",
+    "attention": "minimax_h3_dense_attention on 9, 10 and 12 through warp-level mma (jit/cake_minimax_h3_dense_attention.py)",
+    "ahead of time": "no bf16 operator of the model is in its ahead-of-time list (aot.py); all are compiled on first use",
+}
+
 _CASES = (
     Case("norm_modulate", "norm_modulate", 2 * H * 2, _norm_modulate, 30),
     Case("gate_residual", "gate_residual", 3 * H * 2, _gate_residual, 45),

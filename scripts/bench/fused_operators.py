@@ -1,6 +1,7 @@
 """Fused operators on one GPU: correctness, then eager, ours, a library's and a copy of the same bytes.
 
-    python -m scripts.bench.fused_operators            # everything, about a minute on an H200
+    python -m scripts.bench.fused_operators                        # everything, about a minute on an H200
+    python -m scripts.bench.fused_operators --tune norm_modulate   # every tuning of one operator, taking turns
 
 Compiles the kernels of every tuning in child processes (this one never imports triton), checks each operator on fresh
 random inputs against float64 and the eager form with outputs poisoned by NaN, times each through CUDA graphs over
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,17 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.catalog import OPERATORS, architecture_of, num_tunings
+from kernels.catalog import OPERATORS, SHIPPED, architecture_of, num_tunings
 from kernels.cubin import KernelSet, load_kernels
 from kernels.cubin_index import for_architecture, read_index
 from kernels.driver import CudaDriver
 from kernels.ops import Operators
 from scripts.bench.common import target, write_result
-from scripts.bench.fused_cases import CASES, Case, Inputs, clone
+from scripts.bench.fused_cases import CASES, LIBRARIES, Case, Inputs, clone
 
 ROOT = Path(__file__).parents[2]
+# The CPU is for dry runs over Triton's interpreter; its times mean nothing.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHECK_ROWS = (1, 63, 4722)
 TIMED_ROWS = (4722, 22519)
 SHARE_GOAL = 0.8
@@ -47,8 +50,10 @@ EXACT_TOLERANCE = 1e-2
 FLIP_TOLERANCE = 5e-3
 
 
-def compile_tunings(folder: Path, architecture: str, tunings: Sequence[int]) -> list[Path]:
-    """One folder of cubins per tuning, compiled at the same time."""
+def compile_tunings(
+    folder: Path, architecture: str, tunings: Sequence[int], operators: Sequence[str] = ()
+) -> list[Path]:
+    """One folder of cubins per tuning, compiled at the same time. operators: only these; none: all."""
     jobs = str(max(1, (os.cpu_count() or 1) // len(tunings)))
     children = []
     for tuning in tunings:
@@ -62,6 +67,7 @@ def compile_tunings(folder: Path, architecture: str, tunings: Sequence[int]) -> 
             jobs,
         ]
         command += ["--tuning", str(tuning), "--out", str(folder / str(tuning))]
+        command += [part for name in operators for part in ("--operator", name)]
         children.append(subprocess.Popen(command, cwd=ROOT))
     failed = [tuning for tuning, child in zip(tunings, children, strict=True) if child.wait() != 0]
     if failed:
@@ -84,25 +90,25 @@ def load(folder: Path, architecture: str, figures: dict[str, Any]) -> KernelSet:
 
 def check(case: Case, operators: Operators, rows: int, seed: int) -> dict[str, float]:
     """Errors on fresh inputs. Raises AssertionError on an unwritten element, a fallback or too large an error."""
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     inputs = case.make(rows, generator)
     exact, eager = case.exact(reference, inputs), case.run(reference, clone(inputs))
     operators.fallbacks.clear()
     torch._C._set_deterministic_algorithms(
         True, warn_only=True
     )  # new memory is NaN; the public call imports triton
-    assert bool(torch.empty(4, device="cuda").isnan().all()), "outputs are not poisoned"
+    assert bool(torch.empty(4, device=DEVICE).isnan().all()), "outputs are not poisoned"
     try:
         ours = case.run(operators, clone(inputs))
         if case.method == "qk_norm_rope":  # in place nothing can be poisoned: ask for a new buffer too
             width = (inputs["num_heads"] + inputs["num_kv_heads"]) * inputs["q_weight"].shape[0]
-            out = torch.empty(rows, width, dtype=torch.bfloat16, device="cuda")
+            out = torch.empty(rows, width, dtype=torch.bfloat16, device=DEVICE)
             apart = case.run(operators, clone(inputs) | {"out": out})
             assert all(torch.equal(a, b) for a, b in zip(ours, apart, strict=True)), "in place differs"
         if case.method == "swiglu":
             placed = case.run(operators, clone(inputs) | {"in_place": True})
             assert torch.equal(ours[0], placed[0]), "in place differs"
-        torch.cuda.synchronize()
+        _synchronize()
     finally:
         torch._C._set_deterministic_algorithms(False)
     assert not operators.fallbacks, operators.fallbacks
@@ -124,8 +130,14 @@ def _relative(actual: Tensor, exact: Tensor) -> float:
 def time_graph(calls: Sequence[Callable[[], Any]], repeats: int) -> tuple[float, float]:
     """Median and least microseconds of one call: all of `calls` captured once, replayed `repeats` times.
 
-    Results stay alive during capture, so every call writes memory of its own.
+    Results stay alive during capture, so every call writes memory of its own. The CPU calls them all, once.
     """
+    if DEVICE == "cpu":
+        seconds = time.perf_counter()
+        for call in calls:
+            call()
+        microseconds = (time.perf_counter() - seconds) / len(calls) * 1e6
+        return microseconds, microseconds
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -145,13 +157,18 @@ def time_graph(calls: Sequence[Callable[[], Any]], repeats: int) -> tuple[float,
     return statistics.median(times), min(times)
 
 
+def _synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def buffers(case: Case, rows: int) -> list[Inputs]:
-    count = min(24, max(3, -(-WORKING_SET // (case.row_bytes * rows))))
-    generator = torch.Generator("cuda").manual_seed(rows)
+    count = min(24, max(3, -(-WORKING_SET // (case.row_bytes * rows)))) if DEVICE == "cuda" else 1
+    generator = torch.Generator(DEVICE).manual_seed(rows)
     first = case.make(rows, generator)
     return [first] + [clone_rows(first) for _ in range(count - 1)]
 
@@ -182,7 +199,10 @@ def time_copy(bytes_moved: int, repeats: int = 20) -> float:
 
 
 def library_call(case: Case) -> Callable[[Inputs], Any] | None:
-    """FlashInfer's operator for the case, where the package is installed and has one."""
+    """FlashInfer's operator for the case, where the package is installed and has one (`flashinfer_carry` makes it fit).
+
+    It is compiled when it is first called, before anything is timed; that needs nvcc and ninja.
+    """
     try:
         import flashinfer
     except ImportError:
@@ -224,7 +244,7 @@ def time_case(case: Case, rows: int, sets: Sequence[KernelSet], stop: float) -> 
 def host_cost(kernels: KernelSet) -> dict[str, float]:
     """Microseconds of host time a call: a whole operator, and the launch alone, at one row."""
     case = CASES["norm_modulate"]
-    inputs = case.make(1, torch.Generator("cuda").manual_seed(1))
+    inputs = case.make(1, torch.Generator(DEVICE).manual_seed(1))
     operators, kernel = Operators(kernels), kernels.find("norm_modulate", 5376)
     assert kernel is not None
     stream = torch.cuda.current_stream().cuda_stream
@@ -263,7 +283,7 @@ def attention_figures(rows: int) -> dict[str, Any]:
         start = time.perf_counter()
         warm_up(attention, num_rows=count, **shape)  # type: ignore[arg-type]
         result[name] = round(time.perf_counter() - start, 4)
-    generator = torch.Generator("cuda").manual_seed(2)
+    generator = torch.Generator(DEVICE).manual_seed(2)
     qkv = torch.randn(rows, 3, 56, 128, generator=generator, device=device, dtype=torch.bfloat16)
     q, k, v = qkv.unbind(1)
     out = attention(q, k, v)
@@ -291,12 +311,12 @@ def targets(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return result
 
 
-def summarise(timed: dict[str, Any], bandwidth: float) -> dict[str, Any]:
-    """Adds what ships (tuning 0), the best tuning and shares of the copy rate."""
+def summarise(timed: dict[str, Any], bandwidth: float, shipped: int) -> dict[str, Any]:
+    """Adds what ships, the best tuning and shares of the copy rate."""
     if not timed["tunings"]:
         return timed
     best = min(timed["tunings"], key=lambda number: timed["tunings"][number]["us"])
-    ours = timed["tunings"].get(0, timed["tunings"][best])["us"]
+    ours = timed["tunings"].get(shipped, timed["tunings"][best])["us"]
     floor = timed["bytes"] / bandwidth * 1e6
     return timed | {
         "ours_us": ours,
@@ -318,7 +338,8 @@ def run_case(case: Case, sets: Sequence[KernelSet], bandwidth: float, stop: floa
                     case, Operators(kernels), rows, seed=rows + number
                 )
         for rows in TIMED_ROWS:
-            result["timed"][str(rows)] = summarise(time_case(case, rows, sets, stop), bandwidth)
+            shipped = SHIPPED[sets[0].architecture].get(case.method, 0)
+            result["timed"][str(rows)] = summarise(time_case(case, rows, sets, stop), bandwidth, shipped)
             torch.cuda.empty_cache()
     except Exception as cause:  # noqa: BLE001  reported in the table, the other operators still run
         result["failed"] = f"{type(cause).__name__}: {cause}"
@@ -350,6 +371,74 @@ def print_table(figures: dict[str, Any]) -> None:
             )
 
 
+def tune(
+    case: Case,
+    sets: Mapping[int, KernelSet],
+    bandwidth: float,
+    rounds: int,
+    check_rows: Sequence[int] = CHECK_ROWS,
+    timed_rows: Sequence[int] = TIMED_ROWS,
+) -> dict[str, Any]:
+    """Checks and times every tuning of one operator. Tunings take turns, so that none has the cooler clock."""
+    result: dict[str, Any] = {"checks": {}, "timed": {}}
+    for number, kernels in sets.items():
+        for rows in check_rows:
+            result["checks"][f"{number}@{rows}"] = check(case, Operators(kernels), rows, seed=rows + number)
+    for rows in timed_rows:
+        inputs = buffers(case, rows)
+        times: dict[int, list[float]] = {number: [] for number in sets}
+        for _ in range(rounds):
+            for number, kernels in sets.items():
+                calls = [partial(case.run, Operators(kernels), item) for item in inputs]
+                times[number].append(round(time_graph(calls, 25)[0], 3))
+        medians = {number: statistics.median(values) for number, values in times.items()}
+        best = min(medians, key=lambda number: medians[number])
+        floor = case.row_bytes * rows / bandwidth * 1e6
+        result["timed"][str(rows)] = {
+            "us": times,
+            "median_us": medians,
+            "best": best,
+            "best_us": medians[best],
+            "share": floor / medians[best],
+        }
+        del inputs
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+    return result
+
+
+def run_tuning(name: str, architecture: str, rounds: int) -> None:
+    """Prints which index belongs into `kernels.catalog.SHIPPED`, and writes `results/tune_<operator>.json`."""
+    case = CASES[name]
+    tunings = OPERATORS[case.method].tunings
+    figures: dict[str, Any] = {"architecture": architecture, "tunings": [t._asdict() for t in tunings]}
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = compile_tunings(Path(scratch), architecture, range(len(tunings)), [case.method])
+        torch.zeros(1, device="cuda")
+        sets = {int(folder.name): load(folder, architecture, figures) for folder in folders}
+        entries = {int(folder.name): read_index(folder)[0] for folder in folders}
+    figures["registers"] = {number: [e.registers, e.stack_bytes] for number, e in entries.items()}
+    copied = 4 * 2**30
+    bandwidth = copied / time_copy(copied, 5) * 1e6
+    figures |= {"copy_tbps": bandwidth / 1e12, **tune(case, sets, bandwidth, rounds)}
+    small = figures["timed"][str(TIMED_ROWS[0])]
+    goals = (
+        {} if case.goal_us is None else {f"fused_{name}_us": target(small["best_us"], case.goal_us, "lower")}
+    )
+    path = write_result(f"tune_{name}", figures, goals)
+    if out := os.environ.get("OUT"):
+        shutil.copy(path, out)
+    print_tuning(case, architecture, figures["timed"])
+
+
+def print_tuning(case: Case, architecture: str, timed: Mapping[str, Mapping[str, Any]]) -> None:
+    tunings = OPERATORS[case.method].tunings
+    for rows, times in timed.items():
+        for number, microseconds in sorted(times["median_us"].items(), key=lambda item: item[1]):
+            print(f"{rows:>6} rows  tuning {number}  {microseconds:8.2f} us  {tunings[number]}")
+        print(f"SHIPPED[{architecture!r}][{case.method!r}] = {times['best']}  # at {rows} rows")
+
+
 def write(figures: dict[str, Any]) -> None:
     """The result file, and a copy where the device machine collects files."""
     path = write_result(
@@ -366,10 +455,15 @@ def main() -> None:
     parser.add_argument("--kernels", type=Path, help="folders 0, 1, … compiled before, instead of compiling")
     parser.add_argument("--operators", nargs="*", choices=sorted(CASES), default=list(CASES))
     parser.add_argument("--budget-s", type=float, default=95, help="skip further tunings after this long")
+    parser.add_argument("--tune", choices=sorted(CASES), help="only this operator, all of its tunings")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each tuning with --tune")
     options = parser.parse_args()
     stop = time.perf_counter() + options.budget_s
     architecture = architecture_of(torch.cuda.get_device_capability())
-    figures: dict[str, Any] = {"architecture": architecture, "cases": {}}
+    if options.tune:
+        run_tuning(options.tune, architecture, options.rounds)
+        return
+    figures: dict[str, Any] = {"architecture": architecture, "cases": {}, "libraries": LIBRARIES}
     with tempfile.TemporaryDirectory() as scratch:
         start = time.perf_counter()
         if options.kernels is not None:

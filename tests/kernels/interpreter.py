@@ -76,7 +76,7 @@ def write_fake_kernels(folder: Path, wanted: Iterable[Specialisation]) -> None:
     """An index and its "cubins" for the interpreter, as `kernels.aot.compile` lays them out."""
     entries = []
     for item in wanted:
-        image = json.dumps({**item.constants, "BLOCK": item.block}).encode()
+        image = json.dumps({**item.constants, **item.options, "BLOCK": item.block}).encode()
         digest = hashlib.sha256(image).hexdigest()
         entry = KernelEntry(
             operator=item.operator.name,
@@ -86,6 +86,7 @@ def write_fake_kernels(folder: Path, wanted: Iterable[Specialisation]) -> None:
             arguments=tuple((a.name, a.type, a.multiple) for a in item.operator.arguments),
             grid=item.operator.grid,
             block=item.block,
+            rows=item.rows,
             num_warps=item.num_warps,
             num_ctas=1,
             shared=0,
@@ -104,7 +105,9 @@ def write_fake_kernels(folder: Path, wanted: Iterable[Specialisation]) -> None:
     (folder / INDEX_NAME).write_bytes(index_bytes(entries))
 
 
-def fake_kernels(folder: Path, sizes: ModelSizes, tuning: int = 0) -> tuple[KernelSet, InterpreterDriver]:
+def fake_kernels(
+    folder: Path, sizes: ModelSizes, tuning: int | None = None
+) -> tuple[KernelSet, InterpreterDriver]:
     """A bound set for `sizes`."""
     write_fake_kernels(folder, specialisations(sizes, tuning))
     driver = InterpreterDriver()

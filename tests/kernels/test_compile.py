@@ -83,6 +83,7 @@ def test_catalog_lists_the_parameters_of_the_source(operator: Operator) -> None:
     assert names == [
         *(argument.name for argument in operator.arguments),
         *operator.constants,
+        *operator.options,
         "BLOCK",
         "NATIVE",
     ]

@@ -69,6 +69,7 @@ def swiglu_entry(**changes: Any) -> KernelEntry:
         arguments=tuple((a.name, a.type, a.multiple) for a in operator.arguments),
         grid=operator.grid,
         block=2048,
+        rows=1,
         num_warps=4,
         num_ctas=1,
         shared=64,

@@ -145,7 +145,7 @@ class SilentKernels:
 
     def __init__(self) -> None:
         self.found: list[str] = []
-        self.block = 32
+        self.block, self.rows = 32, 1
 
     def __len__(self) -> int:
         return 1

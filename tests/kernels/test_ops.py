@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.catalog import ModelSizes
+from kernels.catalog import OPERATORS, ModelSizes
 from kernels.ops import Operators
 from loader.errors import InternalError
 
@@ -77,6 +77,10 @@ def test_rms_norm(
     assert fused.fallbacks == {}
 
 
+NORM_MODULATE_TUNINGS = range(len(OPERATORS["norm_modulate"].tunings))
+
+
+@pytest.mark.parametrize("fused", NORM_MODULATE_TUNINGS, indirect=True)
 def test_norm_modulate(fused: Operators, generator: torch.Generator, rows: int) -> None:
     x, weight, table = strided(generator, rows, 80), random(generator, 80), random(generator, 4, 6, 80)
     index = indices(generator, rows, 4)
@@ -85,6 +89,21 @@ def test_norm_modulate(fused: Operators, generator: torch.Generator, rows: int) 
     exact = reference.norm_modulate(*(t.double() for t in (x, weight, table[:, 3], table[:, 4])), index, EPS)
     torch.testing.assert_close(actual.double(), exact, **FLOAT64_TOLERANCE)
     assert fused.fallbacks == {}
+
+
+@pytest.mark.parametrize("fused", NORM_MODULATE_TUNINGS, indirect=True)
+def test_norm_modulate_writes_its_rows_and_no_others(fused: Operators, generator: torch.Generator) -> None:
+    """Five rows in memory for seven: programs of two rows must not touch the sixth."""
+    assert fused.kernels is not None
+    kernel = fused.kernels.find("norm_modulate", 80)
+    assert kernel is not None
+    x, table = random(generator, 7, 80), random(generator, 4, 2, 80)
+    weight, index = random(generator, 80), indices(generator, 5, 4)
+    out = torch.full((7, 80), torch.nan, dtype=torch.bfloat16)
+    addresses = [tensor.data_ptr() for tensor in (x, weight, table[:, 0], table[:, 1], index, out)]
+    kernel.launch(-(-5 // kernel.rows), 0, *addresses, 80, 160, 80, 5, EPS)
+    assert_same(out[:5], reference.norm_modulate(x[:5], weight, table[:, 0], table[:, 1], index, EPS))
+    assert out[5:].isnan().all()
 
 
 def test_gate_residual_is_bit_equal(fused: Operators, generator: torch.Generator, rows: int) -> None:
