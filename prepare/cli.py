@@ -177,7 +177,8 @@ def _validate(args: argparse.Namespace) -> None:
     progress = Progress(validation_bytes(args.directory), terminal_renderer(sys.stderr))
     report = validate_directory(args.directory, args.sha256, progress.advance)
     require_valid(report, args.directory)
-    entry_s = None if args.no_probe else _probe(args.directory, args.device)
+    is_refused = args.device == "auto" and _needs_a_gpu(args.directory)
+    entry_s = None if args.no_probe or is_refused else _probe(args.directory, args.device)
     if args.json:
         _say(json.dumps({**asdict(report), "first_dit_entry_s": entry_s}, sort_keys=True), sys.stdout)
         return
@@ -187,8 +188,18 @@ def _validate(args: argparse.Namespace) -> None:
         sys.stdout,
     )
     _say(f"manifest SHA-256: {report.manifest_sha256}", sys.stdout)
+    if is_refused:
+        _say("not started: its weights are coded for a GPU, and there is none here", sys.stdout)
     if entry_s is not None:
         _say(f"a fresh worker reached its first denoiser entry in {entry_s:.2f} s", sys.stdout)
+
+
+def _needs_a_gpu(directory: Path) -> bool:
+    """Whether the weights are coded and this machine cannot unpack them."""
+    from loader.manifest import read_manifest
+    from runtime.nodes import choose_device
+
+    return read_manifest(directory).codec is not None and choose_device("auto") == "cpu"
 
 
 def _probe(directory: Path, device: str) -> float:

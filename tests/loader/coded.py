@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from loader.manifest import Manifest, read_manifest
+from loader.codec.pieces import UNIT_BYTES
+from loader.manifest import Manifest
 from prepare.codec import CodecLimits, Coding
 from prepare.codec_directory import encode_directory
 from tests.fakes.codec import FakeEncoder
@@ -31,5 +32,14 @@ def coded_names(manifest: Manifest) -> list[str]:
     return [name for name, tensor in manifest.tensors.items() if tensor.coded is not None]
 
 
-def read(prepared: Prepared) -> Manifest:
-    return read_manifest(prepared.directory)
+def flip(prepared: Prepared, manifest: Manifest, tensor: str, piece: int, at: int = -20) -> None:
+    """Change one bit inside one coded piece."""
+    record = manifest.tensors[tensor]
+    assert record.coded is not None
+    assert manifest.codec is not None
+    row, file = record.coded.row + piece, manifest.files[record.file]
+    place = manifest.codec.table.places[row] * UNIT_BYTES + (file.data_start or 0)
+    path = prepared.directory / file.path
+    data = bytearray(path.read_bytes())
+    data[place + (at if at >= 0 else manifest.codec.table.sizes[row] + at)] ^= 0x10
+    path.write_bytes(data)

@@ -25,12 +25,14 @@ from loader.options import StreamOptions
 from loader.reader_link import spawn_reader
 from loader.stream import start
 from loader.upload_wire import decode_work, work_of
+from loader.verify import start_rehash
 from prepare.codec import CodecLimits
 from tests.fakes.codec import FakeCodec
 from tests.fakes.driver import CONTEXT, FakeDriver
-from tests.loader.coded import LIMITS, coded_names, write_coded
+from tests.loader.coded import LIMITS, coded_names, flip, write_coded
 from tests.loader.prepared import SMALL_ORDER, Prepared
 from tests.loader.rungs import Rung
+from tests.loader.test_host_reader import Host, contents
 
 DEVICE_RUNGS = ["U", "A", "B", "C", "D"]
 MIXED = {
@@ -204,6 +206,38 @@ def test_groups_are_ready_one_by_one(coded: Prepared, coded_manifest: Manifest) 
     rung.finish()
 
 
+@pytest.mark.parametrize("path", ["U", "A"])
+def test_ranks_of_a_host_unpack_what_one_reader_reads(
+    coded: Prepared, coded_manifest: Manifest, path: str
+) -> None:
+    orders = [SMALL_ORDER, SMALL_ORDER[2:]]
+    host = Host(coded.directory, orders, 3, path)
+    streams = [host.stream(rank) for rank in range(2)]
+    for rank, stream in enumerate(streams):
+        found = contents(stream, host.drivers[rank])
+        wanted = [name for name, t in coded_manifest.tensors.items() if t.group in orders[rank]]
+        assert found == {name: coded.content[name] for name in wanted}
+        del found
+    assert host.read_bytes(streams) == sum(chunk.bytes for chunk in host.shared.plan.chunks)
+    for stream in streams:
+        stream.close()
+    gc.collect()
+    host.finish()
+
+
+def test_background_pass_hashes_what_is_stored(tmp_path: Path) -> None:
+    prepared = write_coded(tmp_path)
+    manifest = read_manifest(prepared.directory)
+    rehash = start_rehash(plan_load(manifest, SMALL_ORDER), prepared.directory)
+    rehash.wait()
+    rehash.close()
+    flip(prepared, manifest, "dit/blocks.0.w", 3)
+    rehash = start_rehash(plan_load(manifest, SMALL_ORDER), prepared.directory)
+    with pytest.raises(ArtifactError, match=r"dit-0.safetensors: .*dit/blocks.0.w"):
+        rehash.wait()
+    rehash.close()
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -259,19 +293,6 @@ def test_path_u_without_a_codec_falls_and_still_names_it(coded: Prepared, coded_
 
 
 # -- damage ----------------------------------------------------------------------------------------------------------
-
-
-def flip(prepared: Prepared, manifest: Manifest, tensor: str, piece: int, at: int = -20) -> None:
-    """Change one bit inside one coded piece."""
-    record = manifest.tensors[tensor]
-    assert record.coded is not None
-    assert manifest.codec is not None
-    row, file = record.coded.row + piece, manifest.files[record.file]
-    place = manifest.codec.table.places[row] * UNIT_BYTES + (file.data_start or 0)
-    path = prepared.directory / file.path
-    data = bytearray(path.read_bytes())
-    data[place + (at if at >= 0 else manifest.codec.table.sizes[row] + at)] ^= 0x10
-    path.write_bytes(data)
 
 
 def failure(name: str, prepared: Prepared, plan: LoadPlan, **options: Any) -> WorkerError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,9 @@ from loader.stream import start
 from prepare.codec import CodecLimits, Coding
 from prepare.codec_directory import encode_directory
 from prepare.codec_gpu import GpuEncoder
-from tests.loader.prepared import write_prepared
+from tests.loader.coded import flip
+from tests.loader.prepared import Prepared, write_prepared
 from tests.loader.rungs import raw_bytes
-from tests.loader.test_codec import flip
 
 pytestmark = pytest.mark.gpu
 LAYOUT = {
@@ -110,10 +111,6 @@ def test_a_flipped_bit_is_named(
     directories: tuple[Path, dict[str, bytes]], tmp_path: Path, path: str, at: int
 ) -> None:
     """Wherever it is in the piece: header, code table, payload. Its edges are not where the reader looks."""
-    import shutil
-
-    from tests.loader.prepared import Prepared
-
     damaged = Path(shutil.copytree(directories[0], tmp_path / "damaged"))
     manifest = read_manifest(damaged)
     flip(Prepared(damaged, {}, {}), manifest, "dit/a.w", 5, at)

@@ -19,7 +19,7 @@ from loader.codec.pieces import UNIT_BYTES
 from loader.errors import ArtifactError, CapabilityError, InternalError
 from loader.load_plan import plan_load
 from loader.manifest import read_manifest
-from prepare.cli import prepare_main
+from prepare.cli import prepare_main, validate_main
 from prepare.codec import CodecLimits, Coding
 from prepare.codec_advice import Rates, advise
 from prepare.codec_directory import encode_directory
@@ -157,6 +157,15 @@ def test_validate_checks_all_stored_bytes_without_a_gpu(tmp_path: Path, coded: P
     problems = "\n".join(validate_directory(damaged).problems)
     assert f"{file.path}: SHA-256 differs for bytes" in problems
     assert f"{file.path}: {name}: SHA-256 of the first" in problems
+
+
+def test_validate_does_not_start_what_this_machine_cannot(
+    coded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert validate_main([str(coded)]) == 0
+    out = capsys.readouterr().out
+    assert "sound" in out
+    assert "not started: its weights are coded for a GPU" in out
 
 
 def test_validate_finds_a_table_that_cannot_be_true(tmp_path: Path, coded: Path) -> None:
