@@ -30,7 +30,7 @@ from scripts.replay.search import SEARCH_FORMAT
 from scripts.replay.search_report import write_search_report
 from scripts.replay.simulate import RECORD_MAX_ROWS
 from scripts.replay.specs import split_specs
-from scripts.replay.stats import burst_stats, fit_reference
+from scripts.replay.stats import burst_stats, fit_reference, in_words
 from scripts.replay.sweep import Case, cases, run_sweep, version, write_parquet
 from scripts.replay.tables import difference_lines, main_table, timeline_csv, to_csv
 from scripts.replay.traces import Trace
@@ -229,7 +229,7 @@ def _report(arguments: argparse.Namespace) -> int:
 def _stats(arguments: argparse.Namespace) -> int:
     trace = load_trace(arguments)
     found = burst_stats(trace, busy=arguments.busy, sliding=arguments.sliding).as_dict()
-    emit(arguments, {"trace": about(trace), "stats": found}, lambda: print_pairs(found))
+    emit(arguments, {"trace": about(trace), "stats": found}, lambda: print_pairs(in_words(found)))
     return 0
 
 
@@ -241,7 +241,11 @@ def _fit(arguments: argparse.Namespace) -> int:
         arguments,
         {"trace": about(trace), "stats": stats.as_dict(), "fit": fitted},
         lambda: print_pairs(
-            {**stats.as_dict(), "reference": fitted["spec"], "does not match": fitted["misfits"] or "nothing"}
+            {
+                **in_words(stats.as_dict()),
+                "reference workload with these statistics": fitted["spec"],
+                "what it does not match": fitted["misfits"] or "nothing",
+            }
         ),
     )
     return 0

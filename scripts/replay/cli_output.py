@@ -52,10 +52,27 @@ def write_text(path: Path, text: str) -> None:
 
 
 def print_pairs(values: Mapping[str, Any]) -> None:
-    """One figure a line."""
+    """One figure a line, names padded to the longest."""
+    width = max(map(len, values), default=0)
     for key, value in values.items():
-        shown = f"{value:.4g}" if isinstance(value, float) else "undefined" if value is None else value
-        print(f"{key:20} {shown}")
+        print(f"{key:{width}}  {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """A value as people read it: four digits of fractions, lists and tables without brackets."""
+    if value is None:
+        return "undefined"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {shown(item)}" for key, item in value.items()) or "none"
+    if isinstance(value, (list, tuple)):
+        return "; ".join(map(shown, value)) or "none"
+    return str(value)
 
 
 def emit(arguments: argparse.Namespace, data: Mapping[str, Any], show: Callable[[], None]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from scripts.replay.findings import findings
 from scripts.replay.page import figure, html_page, pairs, table, trace_lead, write_page
 from scripts.replay.plots import draw_svg
+from scripts.replay.stats import in_words
 from scripts.replay.tables import HEAD, combination_cells
 
 TITLES = {
@@ -131,7 +132,7 @@ def _stats(result: Mapping[str, Any]) -> str:
     stats = result.get("stats")
     if not stats:
         return ""
-    return f"<h2>Burst statistics ({escape(stats['estimator'])})</h2>{pairs(stats)}"
+    return f"<h2>Burst statistics ({escape(stats['estimator'])})</h2>{pairs(in_words(stats))}"
 
 
 def _facts(result: Mapping[str, Any]) -> str:

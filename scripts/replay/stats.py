@@ -6,6 +6,7 @@ A comparison must name the estimator: the sliding one counts about 1.7 times as 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -54,6 +55,38 @@ class BurstStats:
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
+
+
+STAT_WORDS = {
+    "estimator": "estimator",
+    "requests": "requests",
+    "hours": "hours",
+    "busy_hours": "busy hours",
+    "busy_limit": "requests that make an hour busy",
+    "rate_per_min": "requests a minute",
+    "busy_rate_per_min": "the same in busy hours",
+    "crossings_per_hour": "bursts (minutes ≥ 2 × their hour's mean) per busy hour",
+    "peak_median": "peak of a burst over its hour's mean, median",
+    "peak_mean": "the same, mean",
+    "peak_share_high": "share of bursts that reach 4 ×",
+    "rise_min": "minutes from below the mean to the peak",
+    "length_min": "minutes at ≥ 2 ×",
+    "max_minute": "requests in the busiest minute",
+    "max_over_median": "busiest minute over the median minute",
+    "max_over_mean": "busiest minute over the mean minute",
+    "idc": "index of dispersion: variance over mean of minute counts",
+    "q": "q: variance over squared mean of minute counts",
+    "duration_mean_s": "generation time, mean, s",
+    "duration_p50_s": "generation time, median, s",
+    "duration_p99_s": "generation time, p99, s",
+    "notes": "notes",
+}
+"""What people read for each figure of `BurstStats`."""
+
+
+def in_words(stats: Mapping[str, object]) -> dict[str, object]:
+    """The figures under the names that people read; empty notes left out."""
+    return {STAT_WORDS[name]: value for name, value in stats.items() if value not in ((), [])}
 
 
 @dataclass(frozen=True)

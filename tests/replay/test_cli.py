@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from scripts.replay.cli import main
 from scripts.replay.cli_options import build_options
+from scripts.replay.stats import STAT_WORDS, BurstStats
 from tests.replay.test_reading import MODAL
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +156,15 @@ def test_search_exits_3_if_the_goal_cannot_be_met(capsys: pytest.CaptureFixture[
         "No setting meets the goal (least GPU time with a max wait of at most 0.1 s). Nearest:"
         in capsys.readouterr().out
     )
+
+
+def test_statistics_are_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", *SHORT]) == 0
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["hours"].strip() == "4"
+    assert lines["reference workload with these statistics"].strip().startswith("ref:rate=")
+    assert not any("_" in name for name in lines)
+    assert set(STAT_WORDS) == {field.name for field in dataclasses.fields(BurstStats)}
 
 
 def test_search_prints_console_lines(capsys: pytest.CaptureFixture[str]) -> None:
