@@ -64,6 +64,7 @@ def _one(
         staging.folder / path, manifest, index, lambda: staging.new_file(path), coding, advance
     )
     if coded is None:
+        advance(sum(item["bytes"] for item in manifest["tensors"].values() if item["file"] == index))
         staging.finish({path: {**record, _KEY: False}})
         return None
     now = {"size": coded.size, "sha256": coded.sha256, "chunks": coded.chunks}

@@ -24,6 +24,7 @@ from prepare.codec import CodecLimits, Coding
 from prepare.codec_advice import Rates, advise
 from prepare.codec_directory import encode_directory
 from prepare.pipeline import prepare_checkpoint
+from prepare.progress import ProgressReport
 from prepare.validate import validate_directory
 from tests.fakes.codec import FakeEncoder, unpack
 from tests.loader.rungs import Rung
@@ -84,7 +85,10 @@ def test_files_are_read_by_the_reference_reader(coded: Path) -> None:
 def test_the_same_inputs_give_the_same_bytes(
     tmp_path: Path, diffusers_checkpoint: Path, coded: Path, tree_bytes: TreeBytes
 ) -> None:
-    prepare_checkpoint(diffusers_checkpoint, tmp_path / "again", CODED, coding=Coding(FakeEncoder(), LIMITS))
+    reports: list[ProgressReport] = []
+    coding = Coding(FakeEncoder(), LIMITS)
+    prepare_checkpoint(diffusers_checkpoint, tmp_path / "again", CODED, coding=coding, report=reports.append)
+    assert max(report.done_bytes for report in reports) == reports[-1].total_bytes
     assert tree_bytes(tmp_path / "again") == tree_bytes(coded)
 
 
