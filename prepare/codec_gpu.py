@@ -79,7 +79,7 @@ class _Batch:
         import torch
 
         self._codec, self._plain, self._piece_bytes = codec, plain, piece_bytes
-        self._options = codec.packing(dtype)
+        self._dtype, self._options = dtype, codec.packing(dtype)
         self._count = -(-plain.numel() // piece_bytes)
         self._stream = torch.cuda.current_stream(plain.device).cuda_stream
         self.room = round_up(codec.most_packed_bytes(self._options, piece_bytes), 256)
@@ -129,6 +129,7 @@ class _Batch:
         self._codec.unpack(
             sources.data_ptr(), sizes.data_ptr(), self._rooms.data_ptr(), actual.data_ptr(), self._count,
             scratch.data_ptr(), scratch.numel(), targets.data_ptr(), statuses.data_ptr(), self._stream,
+            self._dtype,
         )  # fmt: skip
         self._codec.prepare_checksum(self._count, self._piece_bytes)
         self._codec.checksum(

@@ -24,6 +24,9 @@ ELEMENTS = {"BF16": 10, "F16": 10, "F32": 11, "F8_E4M3": 9}  # nvcompType_t; oth
 _BYTES, _FROM_STREAM = 1, 0xFF  # NVCOMP_TYPE_UCHAR, NVCOMP_TYPE_BITS
 _CUDA_BACKEND = 2  # NVCOMP_DECOMPRESS_BACKEND_CUDA
 _ONLY_SEGMENT = 0  # nvcompCRC32OnlySegment
+_STATES = (
+    2  # interleaved per lane: the coder's default, named because a decoder that is told has faster kernels
+)
 
 
 class Properties(ctypes.Structure):
@@ -202,6 +205,10 @@ class Nvcomp:
         self._library.nvcompGetStatusString.restype = c_char_p
         self.version = self._read_version()
         self._options = DecompressOptions(_CUDA_BACKEND, _FROM_STREAM)
+        self._typed = {
+            dtype: DecompressOptions(_CUDA_BACKEND, element, 0, _STATES)
+            for dtype, element in ELEMENTS.items()
+        }
         self._crc: Crc32Options | None = None
         needs = AlignmentRequirements()
         self._call("nvcompBatchedANSDecompressGetRequiredAlignments", self._options, byref(needs))
@@ -256,6 +263,7 @@ class Nvcomp:
         targets: int,
         statuses: int,
         stream: int,
+        dtype: str = "",
     ) -> None:
         """Enqueue the decoding of `count` pieces.
 
@@ -263,10 +271,11 @@ class Nvcomp:
             sources, sizes: device arrays of addresses and bytes of the coded pieces.
             rooms, targets: of where they go; `rooms` = decoded bytes.
             actual, statuses: device arrays that receive decoded bytes (64 bits) and status codes (32 bits, 0 = well).
+            dtype: type that all these pieces were coded as, "" for a mixture; it chooses a kernel and must be right.
         """
         self._call(
             "nvcompBatchedANSDecompressAsync", sources, sizes, rooms, actual, count, scratch or None, scratch_bytes,
-            targets, self._options, statuses, stream,
+            targets, self._typed.get(dtype, self._options), statuses, stream,
         )  # fmt: skip
 
     def prepare_checksum(self, count: int, piece_bytes: int) -> None:
@@ -287,7 +296,7 @@ class Nvcomp:
 
     def packing(self, dtype: str) -> CompressOptions:
         """How tensors of a safetensors type are coded."""
-        return CompressOptions(0, ELEMENTS.get(dtype, _BYTES))
+        return CompressOptions(0, ELEMENTS.get(dtype, _BYTES), 0, _STATES)
 
     def pack_scratch_bytes(self, options: CompressOptions, count: int, piece_bytes: int) -> int:
         size = c_size_t()

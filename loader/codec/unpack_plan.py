@@ -33,9 +33,19 @@ class CodedTensor:
     """A coded tensor's place: arena, offset in it, decoded bytes, row of its first piece, digests of its ends."""
 
     def __init__(
-        self, name: str, path: str, arena: int, offset: int, size: int, row: int, head: str, tail: str
+        self,
+        name: str,
+        dtype: str,
+        path: str,
+        arena: int,
+        offset: int,
+        size: int,
+        row: int,
+        head: str,
+        tail: str,
     ) -> None:
         self.name = name
+        self.dtype = dtype
         self.path = path
         self.arena = arena
         self.offset = offset
@@ -129,7 +139,7 @@ def unpack_plan_of(plan: LoadPlan, slot_bytes: int, slots: int | None = None) ->
         assert tensor.coded is not None, "it is among the coded ones"
         tensors.append(
             CodedTensor(
-                name, plan.files[tensor.file].path, tensor.arena, tensor.arena_offset, tensor.bytes,
+                name, tensor.dtype, plan.files[tensor.file].path, tensor.arena, tensor.arena_offset, tensor.bytes,
                 tensor.coded.row, tensor.head, tensor.tail,
             )
         )  # fmt: skip
@@ -158,7 +168,7 @@ def unpack_plan_of(plan: LoadPlan, slot_bytes: int, slots: int | None = None) ->
 class ChunkTable:
     """One chunk's lanes. `sources` count from the chunk's first byte, `targets` from the arena's.
 
-    `bytes` are stored ones, `decoded` what its pieces unpack to.
+    `bytes` are stored ones, `decoded` what its pieces unpack to; `dtype` is that of all its tensors, "" if they differ.
     """
 
     __slots__ = (
@@ -166,6 +176,7 @@ class ChunkTable:
         "bytes",
         "count",
         "decoded",
+        "dtype",
         "rooms",
         "sizes",
         "sources",
@@ -178,6 +189,7 @@ class ChunkTable:
         self,
         size: int,
         decoded: int,
+        dtype: str,
         spans: list[Span],
         arena: int,
         lanes: tuple[int, int],
@@ -185,6 +197,7 @@ class ChunkTable:
     ) -> None:
         self.bytes = size
         self.decoded = decoded
+        self.dtype = dtype
         self.spans = spans
         self.arena = arena
         self.sources, self.targets = lanes
@@ -216,10 +229,12 @@ def _table(plan: UnpackPlan, chunk: CodedChunk) -> ChunkTable:
         count += pieces
         decoded += (pieces - 1) * plan.piece_bytes + last
     _check(plan, chunk, places, sizes)
+    dtypes = {plan.tensors[number].dtype for number, _, _ in spans}
     sources = int.from_bytes(places.tobytes(), "little") * UNIT_BYTES - origin * _ones(count)
     return ChunkTable(
         size,
         decoded,
+        dtypes.pop() if len(dtypes) == 1 else "",
         [(span[0], span[1], span[2]) for span in spans],
         plan.tensors[spans[0][0]].arena,
         (sources, targets),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
         def unpack(
             self, sources: int, sizes: int, rooms: int, actual: int, count: int, scratch: int, scratch_bytes: int,
-            targets: int, statuses: int, stream: int,
+            targets: int, statuses: int, stream: int, dtype: str = "",
         ) -> None: ...  # fmt: skip
 
         def checksum(self, targets: int, rooms: int, count: int, sums: int, stream: int) -> None: ...
@@ -206,9 +206,11 @@ class Unpacker:
         sources, sizes, rooms, targets = (batch.tables + number * count * 8 for number in range(4))
         actual, statuses, sums = (batch.results + number * count for number in (0, 8, 12))
         driver.stream_wait_event(stream, batch.copied)
+        dtypes = {table.dtype for table in tables}
         codec.unpack(
-            sources, sizes, rooms, actual, count, self._scratch, self.sizes.scratch, targets, statuses, stream
-        )
+            sources, sizes, rooms, actual, count, self._scratch, self.sizes.scratch, targets, statuses, stream,
+            dtypes.pop() if len(dtypes) == 1 else "",
+        )  # fmt: skip
         codec.checksum(targets, rooms, count, sums, stream)
         driver.copy_back_async(batch.host_results, batch.results, count * _OUT_BYTES, stream)
         place = batch.host_results + self.sizes.results

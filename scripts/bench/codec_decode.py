@@ -83,10 +83,10 @@ def _rate(codec: Nvcomp, plain: torch.Tensor, piece_bytes: int, count: int) -> d
     scratch = torch.empty(max(size, 1), dtype=torch.uint8, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
 
-    def unpack() -> None:
+    def unpack(dtype: str = "BF16") -> None:
         codec.unpack(
             pieces.sources.data_ptr(), pieces.sizes.data_ptr(), pieces.rooms.data_ptr(), pieces.actual.data_ptr(), count,
-            scratch.data_ptr(), size, pieces.targets.data_ptr(), pieces.statuses.data_ptr(), stream,
+            scratch.data_ptr(), size, pieces.targets.data_ptr(), pieces.statuses.data_ptr(), stream, dtype,
         )  # fmt: skip
 
     def checksum() -> None:
@@ -103,6 +103,7 @@ def _rate(codec: Nvcomp, plain: torch.Tensor, piece_bytes: int, count: int) -> d
         raise SystemExit(f"{count} pieces of {piece_bytes} bytes did not decode to themselves")
     codec.prepare_checksum(count, piece_bytes)
     decode_s, decode_host_s = _timed(unpack)
+    untyped_s, _ = _timed(lambda: unpack(""))
     check_s, check_host_s = _timed(checksum)
     return {
         "piece_bytes": piece_bytes,
@@ -110,6 +111,7 @@ def _rate(codec: Nvcomp, plain: torch.Tensor, piece_bytes: int, count: int) -> d
         "ratio": round(pieces.ratio, 4),
         "scratch_bytes": size,
         "decode_gbps": round(pieces.plain.numel() / decode_s / 1e9, 1),
+        "decode_without_a_type_gbps": round(pieces.plain.numel() / untyped_s / 1e9, 1),
         "checksum_gbps": round(pieces.plain.numel() / check_s / 1e9, 1),
         "both_gbps": round(pieces.plain.numel() / (decode_s + check_s) / 1e9, 1),
         "decode_us": round(decode_s * 1e6, 1),

@@ -45,7 +45,7 @@ class FakeCodec:
     """Implements `loader.codec.unpacker.PieceCodec`.
 
     Attributes:
-        calls: number of pieces of each call.
+        calls, dtypes: number of pieces and their type of each call.
         wrong_status: (call, piece) whose status is made to be 12.
         scratch: bytes that it claims to need per piece; they are overwritten.
     """
@@ -54,6 +54,7 @@ class FakeCodec:
         self._driver = driver
         self.version = version
         self.calls: list[int] = []
+        self.dtypes: list[str] = []
         self.wrong_status: tuple[int, int] | None = None
         self.scratch = 64
         self._is_ready = False
@@ -79,7 +80,9 @@ class FakeCodec:
         targets: int,
         statuses: int,
         stream: int,
+        dtype: str = "",
     ) -> None:
+        self.dtypes.append(dtype)
         require = self._driver._require
         require(scratch_bytes >= self.scratch * count, "too little scratch memory")
         for address, size in ((sources, 8), (sizes, 8), (rooms, 8), (targets, 8), (actual, 8), (statuses, 4)):

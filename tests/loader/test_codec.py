@@ -189,6 +189,8 @@ def test_any_plan_slots_and_delays(
         rung.driver = driver
         assert rung.contents(stream) == expected(prepared, plan)
     assert driver.codec is not None
+    kinds = {plan.tensors[name].dtype for name in plan.coded}
+    assert set(driver.codec.dtypes) <= kinds | {""}
     assert sum(driver.codec.calls) == sum(-(-plan.tensors[name].bytes // piece) for name in plan.coded)
     gc.collect()
     driver.finish()
@@ -516,6 +518,8 @@ def test_lanes_are_the_sums_they_stand_for(coded_manifest: Manifest) -> None:
         assert (table.sizes, table.rooms) == (array("Q", sizes).tobytes(), array("Q", rooms).tobytes())
         assert table.sums == array("I", sums).tobytes()
         assert (table.bytes, table.decoded) == (size, sum(rooms))
+        kinds = {unpack.tensors[index].dtype for index, _, _ in spans}
+        assert table.dtype == (kinds.pop() if len(kinds) == 1 else "")
 
 
 def test_nothing_is_coded_where_it_does_not_pay(tmp_path: Path) -> None:

@@ -142,6 +142,17 @@ def test_arguments_go_where_the_header_wants_them(headers: str) -> None:
         "device_statuses": 9,
         "stream": 10,
     }
+    for dtype, element in nvcomp.ELEMENTS.items():
+        library.unpack(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, dtype)
+        options = _recorded(headers, library, recorder, "nvcompBatchedANSDecompressAsync")["decompress_opts"]
+        coding = library.packing(dtype)
+        assert (options.data_type, options.states_per_lane) == (element, 2)
+        assert (coding.data_type, coding.states_per_lane) == (element, 2)
+    library.unpack(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, "U8")
+    assert (
+        _recorded(headers, library, recorder, "nvcompBatchedANSDecompressAsync")["decompress_opts"].data_type
+        == 0xFF
+    )
     library.prepare_checksum(5, 4096)
     found = _recorded(headers, library, recorder, "nvcompBatchedCRC32GetHeuristicConf")
     assert (found["device_input_chunk_bytes"], found["num_chunks"], found["max_input_chunk_bytes"]) == (
