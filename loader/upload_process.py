@@ -237,6 +237,8 @@ class Upload:
             self._report()
         self._is_due = True
         self._report()
+        if self._unpacker is not None:
+            self._post.mark("uploader: unpacked", self._unpacker.first_ns, self._unpacker.unpacked_bytes)
 
     def _patience_ms(self) -> int | None:
         if not self._is_idle or not self._post.is_empty:

@@ -144,6 +144,8 @@ class Uploader:
                 self._handle(session, data)
             self._return_slots(session)
             self._upload_waiting(session)
+        if session.unpacker is not None and session.unpacker.unpacked_bytes:
+            self._progress.mark("unpacked", session.unpacker.first_ns, size=session.unpacker.unpacked_bytes)
         session.settle()
         self._spare_events += [event for event, _ in self._in_flight]
         self._in_flight.clear()

@@ -9,6 +9,7 @@ complete and everything was compared are the chunks reported and their staging s
 from __future__ import annotations
 
 import ctypes
+import time
 from collections import deque
 
 from loader import reader as wire
@@ -113,6 +114,7 @@ class Unpacker:
         self._free: list[int] = []
         self._sha256 = wire.load_sha256()
         self.unpacked_bytes = 0
+        self.first_ns = 0  # when the first batch was launched
 
     def open(self, arenas: Sequence[int], copy_stream: int) -> None:
         """Allocate everything.
@@ -183,6 +185,7 @@ class Unpacker:
         if batch is None:
             return
         self._open_batch = None
+        self.first_ns = self.first_ns or time.monotonic_ns()
         tables = [self._plan.table(chunk) for _, chunk, _ in batch.members]
         count = sum(table.count for table in tables)
         columns = b"".join(

@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,11 @@ def test_rungs_unpack_to_the_original_bytes(coded: Prepared, coded_manifest: Man
     with rung.start(plan, coded.directory) as stream:
         assert rung.contents(stream) == expected(coded, plan)
         assert stream.path == name
+        sizes = [m.bytes for m in stream.marks() if m.name in ("unpacked", "uploader: unpacked")]
+        while not sizes:  # the uploader's last words come after the last group
+            time.sleep(0.001)
+            sizes = [m.bytes for m in stream.marks() if m.name in ("unpacked", "uploader: unpacked")]
+        assert sizes == [sum(plan.tensors[name].bytes for name in plan.coded)]
         rows = stream.rows_async("embed/table.weight", [3])
         assert rows.bytes == coded.content["embed/table.weight"][144:192]
     gc.collect()
