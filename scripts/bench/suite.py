@@ -1,0 +1,188 @@
+"""All benches of a rented GPU host in one call, in order, each with its own time limit.
+
+    python -m scripts.bench.suite cold peer --work /mnt/w --out /tmp/out --seconds 1200
+
+Parts: `tests`, `cold`, `peer`, `loader`, `imports`, `kernels`, `step`, `decode`, `codec`, `prepare` on one GPU, `ranks` and
+`ranks-start` on two. `--work` is a folder in memory-backed storage (110 GB for `cold`, whose
+directory `step` and `codec` use too; `codec` rewrites it, so it comes last). Bytecode of this project and
+of torch is compiled first where it is missing, because a machine image without it would add that to every start. A bench
+that fails or runs out of time is reported, and the next one runs. New files of `results/`, and the end of every log, are
+in `--out` whenever a bench ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.bench.common import RESULTS
+
+ROOT = Path(__file__).resolve().parents[2]
+_OURS = ("kernels", "loader", "prepare", "runtime", "scripts")
+_THEIRS = (
+    "torch",
+    "numpy",
+    "tokenizers",
+    "cuda",
+    "nvidia",
+    "safetensors",
+    "transformers",
+    "diffusers",
+    "PIL",
+)
+_LOG_TAIL = 3000  # characters of a log that are printed
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One command: arguments of `python`, with {work} filled in; seconds: its limit."""
+
+    name: str
+    arguments: tuple[str, ...]
+    seconds: int
+    needs: str = ""  # a path that must exist, else it is left out
+
+
+def _module(name: str, *arguments: str, seconds: int, needs: str = "") -> Bench:
+    return Bench(name, ("-m", f"scripts.bench.{name}", *arguments), seconds, needs)
+
+
+_BUNDLE = "{work}/bundle"
+_MANIFEST = "{work}/bundle/manifest.json"
+_FULL = _module(
+    "full_size", _BUNDLE, "--schedule", "base-49", "--schedule", "base-8", "--architecture", "sm_90a", seconds=200
+)  # fmt: skip
+_TESTS = ("tests/loader", "tests/kernels", "tests/runtime")
+_TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
+
+PARTS: Mapping[str, tuple[Bench, ...]] = {
+    "tests": (
+        Bench(
+            "gpu tests", ("-m", "pytest", "-q", "-x", "-m", "gpu", "-p", "no:cacheprovider", *_TESTS), 240
+        ),
+    ),
+    "cold": (
+        _FULL,
+        _module(
+            "cold_start", _BUNDLE, "--part", "floors", "--part", "starts", "--part", "steps", "--part", "throttle",
+            "--timelines", "{out}/timelines", seconds=400, needs=_MANIFEST,
+        ),
+    ),
+    "peer": (
+        _module("peer_diffusers", "--work", "{work}/peer", seconds=240),
+        _module("compare_cold_start", seconds=30),
+    ),
+    "loader": (
+        _module("load_state_dict", "--work", "{work}/load", seconds=240),
+        Bench("demo bundle", ("-m", "runtime.cli", "demo", "--folder", "{work}/demo"), 120),
+        _module(
+            "stress_starts", "{work}/demo/bundle", "--device", "cuda", "--starts", "200", "--fresh", "40",
+            "--kills", "50", "--pairs", "5", seconds=300, needs="{work}/demo/bundle",
+        ),
+    ),
+    "imports": (_module("import_torch", seconds=160),),
+    "kernels": (_module("fused_operators", seconds=90),),
+    "step": (
+        _module("warm_step", seconds=180),
+        _module("first_step", _BUNDLE, seconds=200, needs=_MANIFEST),
+    ),
+    "decode": (_module("decode", "--work", "{work}", seconds=220),),
+    "codec": (
+        _module("codec", "--part", "ratio", "--part", "decode", seconds=90),
+        _module("codec", "--part", "start", "--directory", _BUNDLE, seconds=400, needs=_MANIFEST),
+    ),
+    "prepare": (_module("prepare_full", "--components", "{work}/prepare", seconds=320),),
+    "ranks": (
+        Bench("sp2_denoise", (*_TORCHRUN, "scripts.bench.parallel_denoise", "--name", "sp2_denoise"), 150),
+        Bench(
+            "vae_decode_2gpu", (*_TORCHRUN, "scripts.bench.parallel_decode", "--name", "vae_decode_2gpu"), 120
+        ),
+    ),
+    "ranks-start": (
+        _module(
+            "full_size", "{work}/ranks", "--ranks", "1", "--ranks", "2", "--architecture", "sm_90a", seconds=240
+        ),
+        _module("parallel_start", "{work}/ranks", "--name", "sp2_start", seconds=150, needs="{work}/ranks/manifest.json"),
+    ),
+}  # fmt: skip
+
+
+def main() -> int:
+    """Runs the parts that are asked for; 1 if any bench failed."""
+    args = _arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + args.seconds
+    _compile_bytecode()
+    failed = []
+    for part in args.parts:
+        for bench in PARTS[part]:
+            left = end - time.monotonic()
+            if left < 5 or not run(bench, args.work, args.out, min(bench.seconds, left)):
+                failed.append(bench.name)
+    print(f"failed or left out: {', '.join(failed) or 'nothing'}", flush=True)
+    return int(bool(failed))
+
+
+def run(bench: Bench, work: Path, out: Path, limit_s: float) -> bool:
+    """One bench in a process of its own; its log and new results are in `out` afterwards. Whether it succeeded."""
+    fill = {"work": str(work), "out": str(out)}
+    if bench.needs and not Path(bench.needs.format(**fill)).exists():
+        print(f"== {bench.name}: left out, {bench.needs.format(**fill)} is not there", flush=True)
+        return False
+    command = [sys.executable, *(argument.format(**fill) for argument in bench.arguments)]
+    before, started, log = _results(), time.monotonic(), out / f"{bench.name.replace(' ', '_')}.log"
+    print(f"== {time.strftime('%H:%M:%S')} {bench.name}", flush=True)
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+        try:
+            code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+            os.killpg(process.pid, 9)
+            process.wait()
+    ending = "out of time" if code is None else f"exit code {code}"
+    print(log.read_text("utf-8", "replace")[-_LOG_TAIL:])
+    print(f"== {bench.name}: {ending} after {time.monotonic() - started:.0f} s", flush=True)
+    for path, stamp in _results().items():
+        if before.get(path) != stamp:
+            shutil.copy2(path, out / path.name)
+    return code == 0
+
+
+def _results() -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in RESULTS.glob("*.json")}
+
+
+def _compile_bytecode() -> None:
+    """Of this project and of what a start imports, where it is missing and can be written."""
+    folders = [str(ROOT / name) for name in _OURS]
+    for name in _THEIRS:
+        spec = importlib.util.find_spec(name)
+        folders += list(spec.submodule_search_locations or ()) if spec else []
+    for folder in folders:
+        if os.access(folder, os.W_OK):
+            compileall.compile_dir(folder, quiet=2, workers=0)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="+", choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--work", type=Path, required=True, help="folder in memory-backed storage")
+    parser.add_argument("--out", type=Path, required=True, help="folder for logs and results")
+    parser.add_argument("--seconds", type=float, default=3600, help="stop starting benches after this long")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,78 @@
+"""The runner of all benches: limits, logs, results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.bench import suite
+from scripts.bench.suite import PARTS, Bench, run
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "old.json").write_text("{}")
+    monkeypatch.setattr(suite, "RESULTS", folder)
+    return folder
+
+
+def bench(code: str, seconds: int = 60, needs: str = "") -> Bench:
+    return Bench("a bench", ("-c", code), seconds, needs)
+
+
+def outcome(made: Bench, tmp_path: Path, limit_s: float = 60) -> tuple[bool, dict[str, str]]:
+    out = tmp_path / "out"
+    out.mkdir(exist_ok=True)
+    succeeded = run(made, tmp_path, out, limit_s)
+    return succeeded, {path.name: path.read_text() for path in out.iterdir()}
+
+
+def test_new_results_and_the_log_are_kept(tmp_path: Path, results: Path) -> None:
+    code = f"open(r'{results}/new.json', 'w').write('[1]'); print('done')"
+    assert outcome(bench(code), tmp_path) == (True, {"a_bench.log": "done\n", "new.json": "[1]"})
+
+
+def test_a_changed_result_is_kept_as_well(tmp_path: Path, results: Path) -> None:
+    code = f"open(r'{results}/old.json', 'w').write(__import__('json').dumps([2]))"
+    _, files = outcome(bench(code), tmp_path)
+    assert json.loads(files["old.json"]) == [2]
+
+
+@pytest.mark.usefixtures("results")
+def test_a_failure_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    succeeded, files = outcome(bench("raise SystemExit('no GPU here')"), tmp_path)
+    assert not succeeded
+    assert files["a_bench.log"] == "no GPU here\n"
+    assert "a bench: exit code 1" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("results")
+def test_a_bench_that_hangs_ends_with_its_children(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE); "
+    code = child + "print(p.pid, flush=True); p.wait()"
+    succeeded, files = outcome(bench(code), tmp_path, limit_s=2)
+    assert not succeeded
+    assert "a bench: out of time" in capsys.readouterr().out
+    status = Path(f"/proc/{int(files['a_bench.log'])}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+@pytest.mark.usefixtures("results")
+def test_what_needs_a_missing_file_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(bench("print(1)", needs="{work}/manifest.json"), tmp_path) == (False, {})
+    assert f"left out, {tmp_path}/manifest.json is not there" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_names_modules_that_exist(part: str) -> None:
+    root = Path(suite.__file__).parents[2]
+    for made in PARTS[part]:
+        for name in made.arguments:
+            if name.startswith(("scripts.bench.", "runtime.")):
+                assert (root / (name.replace(".", "/") + ".py")).is_file(), name
