@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,12 +28,13 @@ _SMALL_POOL_BYTES = 8 << 20
 Tensors = Mapping[str, TensorSpec]
 
 
-def write_component(directory: Path, component: str, config: TinyConfig) -> int:
+def write_component(directory: Path, component: str, config: TinyConfig, holes: Collection[str] = ()) -> int:
     """Write `directory/<component>/` and the configuration files of the whole tree.
 
     Args:
         component: a key of `STEMS`.
         config: sizes; `preset("full")` for the release's.
+        holes: tensors that are left as holes in their files: they read as zeros and take no storage.
     Returns: bytes of its tensors.
     """
     tensors = published_tensors(config.model)[component]
@@ -47,7 +48,7 @@ def write_component(directory: Path, component: str, config: TinyConfig) -> int:
     ]
     total = sum(spec.num_bytes for spec in tensors.values())
     pools = random_pools() if total > 1 << 30 else random_pools(_SMALL_POOL_BYTES)
-    _write_shards([(folder / name, shard) for name, shard in zip(names, shards, strict=True)], pools)
+    _write_shards([(folder / name, shard) for name, shard in zip(names, shards, strict=True)], pools, holes)
     weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / f"{STEMS[component]}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -67,13 +68,14 @@ def _cut(tensors: Tensors, shard_bytes: int) -> list[dict[str, TensorSpec]]:
     return shards
 
 
-def _write_shards(shards: Sequence[tuple[Path, Tensors]], pools: Pools) -> None:
+def _write_shards(shards: Sequence[tuple[Path, Tensors]], pools: Pools, holes: Collection[str]) -> None:
     descriptors: list[int] = []
     work: list[tuple[int, Piece]] = []
     for path, tensors in shards:
-        header, pieces = _lay_out(tensors, pools)
+        header, pieces = _lay_out(tensors, pools, holes)
         descriptors.append(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644))
         write_at(descriptors[-1], memoryview(header), 0)
+        os.ftruncate(descriptors[-1], len(header) + sum(spec.num_bytes for spec in tensors.values()))
         work += [(descriptors[-1], (data, len(header) + begin)) for data, begin in pieces]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(lambda item: write_at(item[0], *item[1]), work))
@@ -81,7 +83,7 @@ def _write_shards(shards: Sequence[tuple[Path, Tensors]], pools: Pools) -> None:
         os.close(descriptor)
 
 
-def _lay_out(tensors: Tensors, pools: Pools) -> tuple[bytes, list[Piece]]:
+def _lay_out(tensors: Tensors, pools: Pools, holes: Collection[str]) -> tuple[bytes, list[Piece]]:
     """Header (length included) and contents as the reference writer orders them: widest types first, no fillers."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     pieces: list[Piece] = []
@@ -90,7 +92,8 @@ def _lay_out(tensors: Tensors, pools: Pools) -> tuple[bytes, list[Piece]]:
     for number, (name, spec) in enumerate(ordered):
         end = begin + spec.num_bytes
         header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
-        pieces += tensor_pieces(name, spec.dtype, spec.shape, begin, end, pools, number)
+        if name not in holes:
+            pieces += tensor_pieces(name, spec.dtype, spec.shape, begin, end, pools, number)
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)

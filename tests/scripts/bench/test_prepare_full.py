@@ -1,0 +1,87 @@
+"""Full-size prepare, dry: the same trees at tiny sizes, and the arithmetic of what fits where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prepare.families.minimax_h3.published import TEXT_ENCODER, TRANSFORMER, published_tensors
+from scripts.bench.prepare_full import main
+from scripts.bench.prepare_parts import only_hashed, parts, pieces_that_fit, reconcile
+from scripts.bench.published_size import write_component
+from scripts.tiny_presets import preset
+
+
+def test_components_are_prepared_one_after_the_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--components", str(tmp_path / "storage"), "--preset", "test", "--pieces", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = [json.loads(line) for line in lines[:2]]
+    assert [part["part"] for part in found] == [TRANSFORMER, TEXT_ENCODER]
+    model = preset("test").model
+    for part in found:
+        tensors = published_tensors(model)[part["part"]]
+        assert part["bytes_in"] == sum(spec.num_bytes for spec in tensors.values())
+        assert all(size > 0 for size in part["bytes_out"].values())
+    assert found[0]["of_these_holes"] == 0 < found[1]["of_these_holes"]
+    assert list((tmp_path / "storage").iterdir()) == []
+
+
+def test_released_sizes_are_covered_and_reconciled() -> None:
+    """66.28 + 66.71 = 133.0 GB in; 40.1 + 48.8 GB needed by a start, as the design states."""
+    whole = {
+        name: sum(spec.num_bytes for spec in published_tensors(preset("full").model)[name].values())
+        for name in (TRANSFORMER, TEXT_ENCODER)
+    }
+    written = {
+        part.component: sum(
+            s.num_bytes for s in published_tensors(part.config.model)[part.component].values()
+        )
+        for part in parts("full", 1)
+    }
+    assert written[TEXT_ENCODER] == whole[TEXT_ENCODER] == 66_714_780_128
+    assert written[TRANSFORMER] == pytest.approx(
+        whole[TRANSFORMER], rel=1e-3
+    )  # text and latents are narrower
+    run = {"write_s": 1, "prepare_s": 2, "validate_s": 3}
+    runs = [
+        run | {"bytes_in": written[TRANSFORMER], "bytes_out": {"transformer": 40_085_000_000}},
+        run | {"bytes_in": written[TEXT_ENCODER], "bytes_out": {"text_encoder": 48_760_065_536}},
+    ]
+    found = reconcile(runs, "full")
+    assert found["in_over_published"] == pytest.approx(1, abs=1e-3)
+    assert found["out_over_planned"]["text_encoder"] == pytest.approx(1, abs=1e-4)
+    assert found["out_over_planned"]["transformer"] == pytest.approx(1, abs=2e-3)
+    planned = found["planned"]
+    assert planned["prepared"]["transformer"] / 1e9 == pytest.approx(40.2, abs=0.1)
+    assert planned["prepared"]["text_encoder"] / 1e9 == pytest.approx(48.8, abs=0.1)
+    assert whole[TRANSFORMER] - planned["projections_replaced_by_tables"] == pytest.approx(40.14e9, rel=1e-3)
+    assert found["sums"]["prepare_s"] == 4
+
+
+@pytest.mark.parametrize(("gigabytes", "pieces"), [(110, 1), (108, 2), (64, 2), (40, 3)])
+def test_transformer_is_cut_where_it_does_not_fit(gigabytes: int, pieces: int) -> None:
+    assert pieces_that_fit("full", gigabytes * 10**9) == pieces
+
+
+def test_pieces_have_all_layers() -> None:
+    layers = [part.config.model.transformer.num_layers for part in parts("full", 3)[:-1]]
+    assert sum(layers) == 50
+    assert max(layers) - min(layers) == 1
+
+
+def test_holes_read_as_zeros(tmp_path: Path) -> None:
+    (*_, part) = parts("test", 1)
+    full, sparse = tmp_path / "full", tmp_path / "sparse"
+    for folder, holes in ((full, ()), (sparse, only_hashed(part.config.model))):
+        write_component(folder, TEXT_ENCODER, part.config, holes)
+    names = sorted(path.name for path in (full / TEXT_ENCODER).glob("*.safetensors"))
+    left, right = (
+        b"".join((folder / TEXT_ENCODER / name).read_bytes() for name in names) for folder in (full, sparse)
+    )
+    assert len(left) == len(right)
+    assert left != right
+    assert all(b in (a, 0) for a, b in zip(left, right, strict=True))
