@@ -47,13 +47,16 @@ def test_goal_out_of_reach_names_the_nearest() -> None:
     assert "console" not in found
 
 
-@pytest.mark.parametrize("goal", [Goal("max", 0.0), Goal("p95", 1.0), Goal("cold", 0.02)], ids=str)
+@pytest.mark.parametrize(
+    "goal", [Goal("max", 0.0), Goal("p95", 1.0), Goal("cold", 0.02)], ids=["max", "p95", "cold"]
+)
 def test_a_warm_fleet_is_found_where_no_retention_is_enough(goal: Goal) -> None:
     """A floor of the peak load never makes anyone wait, so any such goal can be met; fewer may be enough."""
-    found = search(TRACE, "20", goal, Options(), Prices())
+    trace = synthetic("ref:rate=5,hours=4", 3)
+    found = search(trace, "20", goal, Options(), Prices())
     assert goal.is_met(found["chosen"])
     whole = f"fixed:{found['estimate']['retention_s']:.3g}+floor:{found['nearest']['peak_workers']}"
-    warm = run_case(TRACE, Case("20", whole, Options(), Prices()))
+    warm = run_case(trace, Case("20", whole, Options(), Prices()))
     assert found["chosen"]["gpu_hours"] <= 1.01 * warm["gpu_hours"]
 
 

@@ -6,13 +6,13 @@ import concurrent.futures
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.fakes.service import KEY, ServiceProcess, is_running, raw_exchange, until
+from tests.fakes.service import KEY, ServiceProcess, is_running, raw_exchange, running, until
 
 Start = Callable[..., ServiceProcess]
 HEAD = f"POST /v1/videos HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n".encode()
@@ -296,27 +296,32 @@ def test_concurrent_repeats_with_one_key_make_one_job(start: Start) -> None:
 # ---- bodies
 
 
-def test_a_body_over_the_limit_without_a_length(start: Start) -> None:
-    service = start(COLDFRAME_SERVE_MAX_BODY_BYTES="100000")
-    before = service.rss_bytes()
-    chunks = (b"x" * 10_000 for _ in range(3000))
-    response = service.client.post("/v1/videos", content=chunks, headers={"Content-Type": "application/json"})
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory, mp4: Path) -> Iterator[ServiceProcess]:
+    """A service that takes small bodies and smaller pictures only."""
+    limits = {"COLDFRAME_SERVE_MAX_BODY_BYTES": "100000", "COLDFRAME_SERVE_MAX_PICTURE_BYTES": "1000"}
+    with running(tmp_path_factory.mktemp("narrow"), {"FAKE_MP4": str(mp4), **limits}) as process:
+        yield process
+
+
+def test_a_body_over_the_limit_without_a_length(narrow: ServiceProcess) -> None:
+    before = narrow.rss_bytes()
+    chunks = (b"x" * 100_000 for _ in range(300))
+    response = narrow.client.post("/v1/videos", content=chunks, headers={"Content-Type": "application/json"})
     assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
-    assert service.rss_bytes() - before < 20e6
+    assert narrow.rss_bytes() - before < 20e6
 
 
-def test_a_declared_length_over_the_limit(start: Start) -> None:
-    service = start(COLDFRAME_SERVE_MAX_BODY_BYTES="100000")
-    response = service.client.post(
+def test_a_declared_length_over_the_limit(narrow: ServiceProcess) -> None:
+    response = narrow.client.post(
         "/v1/videos", content=b"x" * 200_000, headers={"Content-Type": "application/json"}
     )
     assert response.status_code == 413
 
 
-def test_a_picture_over_the_limit(start: Start) -> None:
-    service = start(COLDFRAME_SERVE_MAX_PICTURE_BYTES="1000")
+def test_a_picture_over_the_limit(narrow: ServiceProcess) -> None:
     files = {"first_frame": ("a.png", b"\x89PNG\r\n\x1a\n" + b"x" * 2000)}
-    response = service.client.post("/v1/videos", data={"prompt": "a"}, files=files)
+    response = narrow.client.post("/v1/videos", data={"prompt": "a"}, files=files)
     assert (response.status_code, response.json()["error"]["param"]) == (413, "first_frame")
 
 
