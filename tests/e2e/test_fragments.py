@@ -75,7 +75,7 @@ class Client:
             self.process.stdout.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(bundle: Path) -> Iterator[Client]:
     client = Client(bundle)
     yield client
@@ -144,11 +144,15 @@ def test_a_cancelled_job_takes_its_fragments_with_it(client: Client, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_worker_leaves_whole_fragments_and_no_video(client: Client, tmp_path: Path) -> None:
-    _, stream = client.generate("video", tmp_path)
-    size = next(event["bytes"] for event in client.events() if event["event"] == "fragment")
-    client.process.kill()
-    client.process.wait(20)
+def test_a_killed_worker_leaves_whole_fragments_and_no_video(bundle: Path, tmp_path: Path) -> None:
+    client = Client(bundle)
+    try:
+        _, stream = client.generate("video", tmp_path)
+        size = next(event["bytes"] for event in client.events() if event["event"] == "fragment")
+        client.process.kill()
+        client.process.wait(20)
+    finally:
+        client.close()
     assert [path.name for path in tmp_path.iterdir()] == [stream.name]
     boxes = [kind for kind, _ in boxes_of(stream.read_bytes()[:size])]
     assert boxes == [b"ftyp", b"moov", b"moof", b"mdat"]
@@ -177,6 +181,7 @@ class RealService(ServiceProcess):
         return {**environ, "OMP_NUM_THREADS": "1", "COLDFRAME_DEVICE": "cpu"}
 
 
+@pytest.mark.slow
 def test_the_service_streams_what_the_worker_makes(bundle: Path, tmp_path: Path) -> None:
     RealService.bundle = bundle
     service = RealService(tmp_path / "service")
@@ -198,6 +203,7 @@ def run(bundle: Path, folder: Path, target: str, **options: Any) -> subprocess.P
     return subprocess.Popen(line, stderr=subprocess.PIPE, cwd=ROOT, **options)
 
 
+@pytest.mark.slow
 def test_generate_writes_a_file_that_grows(bundle: Path, tmp_path: Path) -> None:
     child = run(bundle, tmp_path, str(tmp_path / "stream.mp4"), stdout=subprocess.PIPE)
     said, errors = child.communicate(timeout=100)
@@ -206,7 +212,7 @@ def test_generate_writes_a_file_that_grows(bundle: Path, tmp_path: Path) -> None
     assert_same_video(tmp_path / "stream.mp4", tmp_path / "plain.mp4", 56)
 
 
-@pytest.mark.parametrize("kind", ["standard output", "named pipe"])
+@pytest.mark.parametrize("kind", ["standard output", pytest.param("named pipe", marks=pytest.mark.slow)])
 def test_generate_writes_to_a_pipe(bundle: Path, tmp_path: Path, kind: str) -> None:
     """Standard output carries the video and nothing else."""
     received: list[bytes] = []
@@ -238,6 +244,7 @@ def test_a_reader_that_leaves_does_not_take_the_video_with_it(bundle: Path, tmp_
     assert b"the reader of the video left" in errors
 
 
+@pytest.mark.slow
 def test_an_interrupted_generate_leaves_neither(bundle: Path, tmp_path: Path) -> None:
     child = run(bundle, tmp_path, str(tmp_path / "stream.mp4"))
     stream = tmp_path / "stream.mp4"

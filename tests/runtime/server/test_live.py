@@ -166,6 +166,17 @@ def test_another_attempt_is_another_video(start: Callable[..., ServiceProcess]) 
     assert service.finished(video)["status"] == "completed"
 
 
+def test_time_spent_watching_is_not_the_service_s(start: Callable[..., ServiceProcess]) -> None:
+    service = start(**ENV).ready()
+    service.gate.touch()
+    video = service.create(HELD)["id"]
+    with watching(service, video) as (_, parts):
+        assert b"".join(parts) == fragments(2)
+    seen = [line for line in service.client.get("/metrics").text.splitlines() if "/content" in line]
+    assert any(line.startswith("h3_requests_total") for line in seen)
+    assert not any(line.startswith("h3_request_duration_seconds") for line in seen)
+
+
 def test_head_owner_and_limit(start: Callable[..., ServiceProcess]) -> None:
     service = start(**ENV, COLDFRAME_SERVE_SYNC_TIMEOUT_S="0.2").ready()
     url = f"/v1/videos/{service.create('[gate@1]')['id']}/content?variant=live"
