@@ -14,8 +14,9 @@ from torch import Tensor
 from loader.errors import ArtifactError, RequestError
 from loader.manifest import read_manifest
 from prepare.adapters import parse_adapter
-from prepare.cli import prepare_main, validate_main
+from prepare.cli import prepare_main
 from prepare.family import PrepareOptions, open_source
+from prepare.validate import validate_directory
 from runtime.families.minimax_h3.capabilities import capabilities_of
 from tests.prepare.lora_files import (
     BLOCK,
@@ -325,7 +326,7 @@ def test_merged_adapter_is_recorded_with_its_digest(
     path = write_adapter(tmp_path / "turbo.safetensors", _kohya(2.0))
     options = ["--schedule", "base-2", "--task", "t2va", "--lora", f"{path}:0.75"]
     assert prepare_main([str(diffusers_checkpoint), str(tmp_path / "out"), *options]) == 0
-    assert validate_main([str(tmp_path / "out")]) == 0
+    assert validate_directory(tmp_path / "out").problems == ()
     manifest = read_manifest(tmp_path / "out")
     assert manifest.options["lora"] == [{"name": "turbo.safetensors", "scale": 0.75}]
     (record,) = manifest.source["adapters"]  # type: ignore[misc, attr-defined]
