@@ -58,7 +58,7 @@ async def create_video(request: Request) -> Response:
 async def create_sync(request: Request) -> Response:
     """The finished file in the answer."""
     service: Service = request.app.state.service
-    job, _, replayed = await _admit(service, request)
+    job, _, replayed = await _admit(service, request, as_file=True)
     job = await _finished(service, job, request)
     return sync_response(service, job, {"Idempotency-Replayed": "true"} if replayed else {})
 
@@ -66,14 +66,19 @@ async def create_sync(request: Request) -> Response:
 # ---- admission
 
 
-async def _admit(service: Service, request: Request) -> tuple[Job, Canonical, bool]:
-    """From bytes to a stored job. Nothing after the store may fail: a client would repeat the creation."""
+async def _admit(service: Service, request: Request, as_file: bool = False) -> tuple[Job, Canonical, bool]:
+    """From bytes to a stored job. Nothing after the store may fail: a client would repeat the creation.
+
+    as_file: the answer is the file itself, whatever else the body may ask for is refused.
+    """
     owner: str = request.scope["owner"]
     service.refuse_if_unavailable()
     key = _idempotency_key(request)
     if key is None:
         service.admission.check(owner)  # before the body is read; with a key the job may exist already
     canon = canonical(await read_body(request, service.config, service.body_budget))
+    if as_file:
+        _refuse_other_answers(canon)
     model = await asyncio.to_thread(service.bundle.check_model, canon.model)
     idempotency = Idempotency(key, body_hash(canon)) if key is not None else None
     if idempotency is not None and (known := service.store.idempotent(owner, idempotency)):
@@ -88,6 +93,15 @@ async def _admit(service: Service, request: Request) -> tuple[Job, Canonical, bo
     service.store.create(job, {name: picture.data for name, picture in pictures.items()}, idempotency)
     service.engine.pump()
     return service.store.get(job.id) or job, canon, False
+
+
+def _refuse_other_answers(canon: Canonical) -> None:
+    name = "stream" if canon.stream else "response_format" if canon.response_format == "b64_json" else None
+    if name is not None:
+        raise ApiError(
+            "this route answers with the file itself", code="unsupported_parameter", where=name,
+            hint="POST /v1/videos has the other answers",
+        )  # fmt: skip
 
 
 async def _in_time(validation: Awaitable[Validated]) -> Validated:

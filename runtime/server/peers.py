@@ -109,6 +109,11 @@ def canonical(body: Body) -> Canonical:
             code="unsupported_parameter",
             expected="url, b64_json",
         )
+    if body.is_form and response_format == "b64_json":
+        raise ApiError(
+            "a form is answered with the job's object, without waiting", code="unsupported_parameter",
+            where="response_format", hint="send JSON for a blocking answer",
+        )  # fmt: skip
     if not isinstance(stream, bool):
         raise ApiError(
             "must be true or false", where="stream", code="invalid_type", found=type(stream).__name__

@@ -163,6 +163,27 @@ def test_dynamo_failures_carry_a_status_and_are_not_to_be_retried(service: Servi
     assert response.headers["x-should-retry"] == "false"
 
 
+@pytest.mark.parametrize(
+    ("path", "options", "field"),
+    [
+        ("/v1/videos/sync", {"json": {"prompt": "a", "response_format": "b64_json"}}, "response_format"),
+        ("/v1/videos/sync", {"json": {"prompt": "a", "stream": True}}, "stream"),
+        (
+            "/v1/videos",
+            {"files": {"prompt": (None, "a"), "response_format": (None, "b64_json")}},
+            "response_format",
+        ),
+    ],
+    ids=["file as base64", "file as stream", "form as base64"],
+)
+def test_answers_that_a_route_cannot_give_are_refused(
+    service: ServiceProcess, path: str, options: dict[str, Any], field: str
+) -> None:
+    before = service.client.get("/v1/videos?limit=1").json()["first_id"]
+    refused(service.client.post(path, **options), 400, field)
+    assert service.client.get("/v1/videos?limit=1").json()["first_id"] == before
+
+
 # ---- Prefer, streams
 
 
