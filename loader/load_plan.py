@@ -175,6 +175,8 @@ class LoadPlan:
     def __str__(self) -> str:
         lines = [f"{len(self.chunks)} chunks, {self.total_bytes} bytes, {len(self.files)} files"]
         lines += [f"arena {arena.name}: {arena.bytes} bytes" for arena in self.arenas]
+        if self.codec is not None:
+            lines.append(f"codec {self.codec.name}: {len(self.coded)} tensors")
         for group in self.groups:
             span = f"{min(group.chunks)}..{max(group.chunks)}" if group.chunks else "none"
             lines.append(

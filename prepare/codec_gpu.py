@@ -51,7 +51,8 @@ class GpuEncoder:
 
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream()):
             plain = torch.frombuffer(data, dtype=torch.uint8).to(self._device)
-            batch = _Batch(self._codec, plain, dtype, piece_bytes)
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+            batch = PieceBatch(self._codec, plain, dtype, piece_bytes, stream)
             coded, sizes = batch.pack()
             sums = batch.prove(coded, sizes)
             stored, lengths = coded.cpu().numpy(), sizes.tolist()
@@ -68,20 +69,18 @@ class GpuEncoder:
         return self._local.stream
 
 
-class _Batch:
-    """Pieces of one buffer on the device; everything is enqueued on the current stream.
+class PieceBatch:
+    """Pieces of one buffer on the device; everything is enqueued on torch's current stream, whose handle `stream` is.
 
     Attributes:
         room: bytes of device memory that each coded piece may take.
     """
 
-    def __init__(self, codec: Nvcomp, plain: Tensor, dtype: str, piece_bytes: int) -> None:
-        import torch
-
+    def __init__(self, codec: Nvcomp, plain: Tensor, dtype: str, piece_bytes: int, stream: int) -> None:
         self._codec, self._plain, self._piece_bytes = codec, plain, piece_bytes
         self._dtype, self._options = dtype, codec.packing(dtype)
         self._count = -(-plain.numel() // piece_bytes)
-        self._stream = torch.cuda.current_stream(plain.device).cuda_stream
+        self._stream = stream
         self.room = round_up(codec.most_packed_bytes(self._options, piece_bytes), 256)
         starts = range(0, plain.numel(), piece_bytes)
         self._rooms = self._lanes([min(piece_bytes, plain.numel() - start) for start in starts])

@@ -120,6 +120,8 @@ def test_arenas_are_laid_out_as_without_a_codec(tmp_path: Path) -> None:
     write_coded(tmp_path)
     raw, coded = (plan_load(read_manifest(tmp_path / name), SMALL_ORDER) for name in ("raw", "coded"))
     assert raw.arenas == coded.arenas
+    assert "codec ans: 5 tensors" in str(coded)
+    assert "codec" not in str(raw)
     assert {n: (t.arena, t.arena_offset, t.bytes, t.head) for n, t in raw.tensors.items()} == {
         n: (t.arena, t.arena_offset, t.bytes, t.head) for n, t in coded.tensors.items()
     }
