@@ -106,12 +106,14 @@ class Bench:
         rows = {"video": patchify(video, self.config.transformer.patch_size), "audio": pack_audio(audio)}
         return Clip(media, video[0], audio, rows)
 
-    def run(self, clip: Clip, output: Path, *, beside: bool = True, watched: bool = False) -> dict[str, Any]:
+    def run(
+        self, clip: Clip, output: Path, *, beside: bool = True, watched: bool = False, decode: bool = False
+    ) -> dict[str, Any]:
         """One request from latents to the file. Times in seconds from the first call on.
 
         Args:
             beside: decode the sound beside the first pictures, as workers do; else before them.
-            watched: also make a fragmented MP4.
+            watched: also make a fragmented MP4. decode: check every frame of the file, not only its structure.
         """
         self.calls = 0
         self.synchronize()
@@ -123,7 +125,8 @@ class Bench:
         decode_and_write(job, clip.rows, output, hooks, options, self.encoders.pool)  # type: ignore[arg-type]
         complete = clock.now()
         last = clock.last_kernel()
-        report = check_mp4(output, Mp4Expectation(clip.media.width, clip.media.height, clip.media.num_frames))
+        expectation = Mp4Expectation(clip.media.width, clip.media.height, clip.media.num_frames)
+        report = check_mp4(output, expectation, decode=decode)
         spans = {span.name: (span.end_ns - span.start_ns) / 1e9 for span in hooks.timeline.spans}
         return {
             "decoder_calls": self.calls,
@@ -218,59 +221,73 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
         bench = Bench(args, Path(folder) / "kernels")
         try:
-            figures, middle = _figures(bench, Path(folder) / "clip.mp4")
+            return _measure(bench, Notes(args.device == "cpu"), Path(folder) / "clip.mp4")
         finally:
             bench.encoders.close()
-    figures["peer"] = _peer(bench, middle) if args.peer else None
-    runs = figures["clips"][str(middle.media.num_frames)]
-    targets = _targets(runs, figures["peer"])
-    print(json.dumps({"peer": figures["peer"], "targets": targets}), flush=True)
-    if args.preset == "full":
-        print(write_result(args.name, figures, targets))
-    return 1 if any(run["problems"] for runs in figures["clips"].values() for run in runs) else 0
 
 
-def _figures(bench: Bench, output: Path) -> tuple[dict[str, Any], Clip]:
-    """Everything but the peer; and the clip of the middle length."""
-    args, started = bench.args, time.perf_counter()
-    lengths = [int(text) for text in args.frames.split(",")]
-    figures: dict[str, Any] = {
+class Notes:
+    """Figures by name, printed as they come. A part that fails costs only itself, except in a dry run."""
+
+    def __init__(self, is_dry: bool) -> None:
+        self.figures: dict[str, Any] = {}
+        self._is_dry = is_dry
+        self._started = time.perf_counter()
+
+    def take(self, name: str, measure: Callable[[], Any], *, is_needed: bool = False) -> Any:
+        try:
+            self.figures[name] = measure()
+        except Exception as error:
+            if is_needed or self._is_dry:
+                raise
+            self.figures[name] = {"failed": f"{type(error).__name__}: {error}"}
+        seconds = time.perf_counter() - self._started
+        print(f"{seconds:6.1f} s  {name}: {json.dumps(self.figures[name])}", flush=True)
+        return self.figures[name]
+
+
+def _measure(bench: Bench, notes: Notes, output: Path) -> int:
+    """Targets first and written at once, then the parts, then all of it. Returns the exit code."""
+    args, figures = bench.args, notes.figures
+    figures |= {
         "size": args.size,
         "encoders": {**bench.encoders.options, "processes": bench.encoders.pool.processes},
         "operators": bench.operators,
         "attention": bench.video._network.attention.backend,
     }
-
-    def note(name: str, measure: Callable[[], Any], *, is_needed: bool = False) -> None:
-        try:
-            figures[name] = measure()
-        except Exception as error:  # one part that fails must not cost the figures of the others
-            if is_needed or args.device == "cpu":
-                raise
-            figures[name] = {"failed": f"{type(error).__name__}: {error}"}
-        print(f"{time.perf_counter() - started:6.1f} s  {name}: {json.dumps(figures[name])}", flush=True)
-
-    middle = bench.clip(lengths[len(lengths) // 2])
+    clips = [bench.clip(int(text)) for text in args.frames.split(",")]
+    middle = clips[len(clips) // 2]
     bench.encoders.start(middle.media)
     # Libraries, weights, kernels and plans are there afterwards.
-    note("first_in_process", lambda: bench.run(bench.clip(22), output), is_needed=True)
-    figures["clips"] = {}
-    for frames in lengths:
-        repeat = args.repeat if frames == middle.media.num_frames else 1
-        clip = middle if frames == middle.media.num_frames else bench.clip(frames)
-        note(
-            f"{frames} frames",
-            lambda clip=clip, n=repeat: [bench.run(clip, output) for _ in range(n)],
-            is_needed=True,
-        )
-        figures["clips"][str(frames)] = figures.pop(f"{frames} frames")
-    note("sound_before_pictures", lambda: bench.run(middle, output, beside=False))
-    note("watched", lambda: bench.run(middle, output, watched=True))
+    notes.take("first_in_process", lambda: bench.run(bench.clip(22), output), is_needed=True)
+    runs = {clip.media.num_frames: _runs(bench, notes, clip, clip is middle, output) for clip in clips}
+    notes.take("sound_before_pictures", lambda: bench.run(middle, output, beside=False))
+    notes.take("watched", lambda: bench.run(middle, output, watched=True))
     figures["tile_batch_chosen"] = bench.video.tile_batch
-    parts = Parts(bench.config, bench.weights, bench.video, bench.encoders, middle.media, middle.video)
-    for name, measure in parts.all().items():
-        note(name, measure)
-    return figures, middle
+    peer = notes.take("peer", lambda: _peer(bench, middle)) if args.peer else None
+    targets = _targets(runs[middle.media.num_frames], peer if peer and "seconds" in peer else None)
+    _write(args, figures, targets)
+    if args.parts:
+        parts = Parts(bench.config, bench.weights, bench.video, bench.encoders, middle.media, middle.video)
+        for name, measure in parts.all().items():
+            notes.take(name, measure)
+        _write(args, figures, targets)
+    print(json.dumps({"peer": peer, "targets": targets}), flush=True)
+    return 1 if any(run["problems"] for found in runs.values() for run in found) else 0
+
+
+def _runs(bench: Bench, notes: Notes, clip: Clip, is_middle: bool, output: Path) -> list[dict[str, Any]]:
+    count = bench.args.repeat if is_middle else 1
+    name = f"{clip.media.num_frames} frames"
+    found: list[dict[str, Any]] = notes.take(
+        name, lambda: [bench.run(clip, output, decode=not index) for index in range(count)], is_needed=True
+    )
+    return found
+
+
+def _write(args: argparse.Namespace, figures: Mapping[str, Any], targets: dict[str, Any]) -> None:
+    if args.preset == "full":
+        print(write_result(args.name, figures, targets), flush=True)
 
 
 def _peer(bench: Bench, clip: Clip) -> dict[str, Any] | None:
@@ -367,6 +384,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--encoders", type=int, default=0, help="encoder processes; 0: as a worker chooses")
     parser.add_argument("--eager", action="store_true", help="do not compile the decoder's kernels")
     parser.add_argument("--no-peer", dest="peer", action="store_false")
+    parser.add_argument("--no-parts", dest="parts", action="store_false", help="the targets only")
     parser.add_argument("--work", type=Path, help="folder for the files (default: the system's)")
     parser.add_argument("--name", default="decode")
     return parser
