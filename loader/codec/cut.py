@@ -26,7 +26,10 @@ def coded_chunks(plan: LoadPlan, file: int, runs: Sequence[Run], chunk_bytes: in
             stop, pieces, coded = cutter.take(start, min(end, block_end, start + chunk_bytes))
             if stop <= start:
                 raise InternalError(
-                    "chunk size is less than a coded piece", where=record.path, found=chunk_bytes
+                    "chunk size is less than a coded piece",
+                    where=record.path,
+                    found=chunk_bytes,
+                    hint="choose larger slots",
                 )
             block = (start - record.data_start) // record.digest_bytes
             chunks.append(PlanChunk(file, start, stop - start, block, tuple(pieces), (), tuple(coded)))

@@ -204,6 +204,38 @@ def test_any_plan_slots_and_delays(
     driver.finish()
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_another_process_with_the_fewest_slots(coded: Prepared, coded_manifest: Manifest, slots: int) -> None:
+    rung = Rung("U")
+    plan = plan_load(coded_manifest, SMALL_ORDER, chunk_bytes=4096)
+    options = {
+        "uploader_driver": "tests.fakes.remote_driver:slow",
+        "staging_slots": slots,
+        "ring_bytes": 4096,
+    }
+    with rung.start(plan, coded.directory, **options) as stream:
+        assert rung.contents(stream) == expected(coded, plan)
+    gc.collect()
+    rung.finish()
+
+
+def test_killed_uploader_is_named(coded: Prepared, coded_manifest: Manifest) -> None:
+    rung = Rung("U")
+    plan = plan_load(coded_manifest, SMALL_ORDER, chunk_bytes=4096, hold="dit/blocks.1")
+    with rung.start(plan, coded.directory) as stream:
+        stream.wait("dit/blocks.0")
+        (pid,) = [
+            int(m.name.split()[1])
+            for m in stream.marks()
+            if m.name.startswith("uploader ") and "started" in m.name
+        ]
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(InternalError, match=r"uploader process ended.*killed by signal 9"):
+            stream.wait_all()
+    assert rung.driver is not None
+    rung.driver.finish()
+
+
 def test_groups_are_ready_one_by_one(coded: Prepared, coded_manifest: Manifest) -> None:
     rung = Rung("A")
     plan = plan_load(coded_manifest, SMALL_ORDER, chunk_bytes=4096, hold="dit/blocks.1")
