@@ -37,7 +37,7 @@ from runtime.families.minimax_h3.config import H3Config
 from runtime.families.minimax_h3.shards import cut_of
 from runtime.schedules import named_schedule
 from scripts.bench.random_files import Piece, Pools, random_pools, tensor_pieces, write_at
-from scripts.tiny_presets import preset
+from scripts.tiny_presets import TinyConfig, preset
 from scripts.tiny_tokenizer import write_tokenizer
 
 _SMALL_POOL_BYTES = 8 << 20
@@ -47,12 +47,12 @@ def write_full_size(
     directory: Path,
     tasks: Sequence[str] = ("t2va",),
     schedules: Sequence[str] = ("base-49",),
-    size: str = "full",
+    size: str | TinyConfig = "full",
     architectures: Sequence[str] = (),
     ranks: Sequence[int] = (1,),
 ) -> str:
     """Write the directory (which must not exist); returns the SHA-256 of its manifest. ranks: as `prepare --ranks`."""
-    config = preset(size)
+    config = preset(size) if isinstance(size, str) else size
     source = _source(config.model, config.num_base_tokens, tasks, schedules, ranks)
     plans = [
         *plan_weight_files(source.recipe.groups, source.family),

@@ -137,8 +137,8 @@ def profile(step: Callable[[], Any], device: str) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
-    activities = [ProfilerActivity.CUDA] if device == "cuda" else [ProfilerActivity.CPU]
-    with record(activities=activities) as recorded:
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with record(activities=activities[: 2 if device == "cuda" else 1]) as recorded:
         step()
         synchronize(device)
     wanted = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -175,15 +176,14 @@ class Bench:
         }
 
     def _agreement(self, names: Sequence[str]) -> dict[str, Any]:
-        """Norm of the difference to diffusers' velocity over its norm; every variant must be close and finite."""
+        """Norm of the difference to diffusers' velocity over its norm. A variant that is wrong is a figure here, not an
+        end of the run; the dry run on the CPU asks for equality up to float32."""
         expected = _flat(self.last[PEER])
         found = {}
         for name in names:
-            velocity = _flat(self.last[name])
-            assert bool(torch.isfinite(velocity).all()), name
-            found[name] = float((velocity - expected).norm() / expected.norm())
-        assert max(found.values()) < CLOSE, found
-        return {"difference_to_diffusers": found}
+            difference = float((_flat(self.last[name]) - expected).norm() / expected.norm())
+            found[name] = difference if math.isfinite(difference) else 1e9
+        return {"difference_to_diffusers": found, "agrees": max(found.values()) < CLOSE}
 
     def _peer_targets(self, figures: dict[str, Any]) -> None:
         ships = self.args.ships

@@ -39,6 +39,7 @@ def test_every_part_runs_and_both_models_agree(capsys: pytest.CaptureFixture[str
     for part in figures["steps"].values():
         # float32 through three blocks, products of other shapes
         assert max(part["difference_to_diffusers"].values()) < 1e-5
+        assert part["agrees"]
         assert part["diffusers"]["median_s"] > 0
     assert set(figures["steps"]["109"]) >= {"shipped", "separate", "cublaslt", "diffusers"}
     assert "device is cpu" in figures["flash3"]
