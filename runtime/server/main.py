@@ -142,10 +142,13 @@ class _Server(uvicorn.Server):
         if not self.started:
             return
         host, port = self.servers[0].sockets[0].getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
         began_ns = process_start_ns()
         ready_s = (time.monotonic_ns() - began_ns) / 1e9 if began_ns is not None else 0.0
         self._service.metrics.set("h3_server_ready_seconds", ready_s)
-        log.info("listening", extra={"host": host, "port": port, "ready_s": round(ready_s, 3)})
+        log.info(
+            "listening", extra={"url": f"http://{shown}:{port}/", "port": port, "ready_s": round(ready_s, 3)}
+        )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is not None and self._draining is None and not self.should_exit:

@@ -1,0 +1,53 @@
+"""The command itself: flags over variables, and where it listens."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from loader.errors import CapabilityError
+from runtime.server.main import config_from_arguments, listen
+
+
+def test_flags_win_and_the_rest_goes_to_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLDFRAME_API_KEYS", "key")
+    monkeypatch.setenv("COLDFRAME_SERVE_PORT", "9000")
+    monkeypatch.setenv("COLDFRAME_SERVE_HOST", "0.0.0.0")
+    config = config_from_arguments(
+        ["--bundle", "b", "--port", "9001", "--ranks", "2", "--", "--device", "cpu"]
+    )
+    assert (config.host, config.port, config.ranks) == ("0.0.0.0", 9001, 2)
+    assert config.worker_args == ("--device", "cpu")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", ""], ids=["address", "name", "all"])
+def test_every_listener_takes_connections(host: str) -> None:
+    listeners = listen(host, 0)
+    try:
+        assert listeners
+        for listener in listeners:
+            listener.listen()
+            family, port = listener.family, listener.getsockname()[1]
+            with socket.socket(family) as client:
+                client.connect(("::1" if family == socket.AF_INET6 else "127.0.0.1", port))
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+def test_a_taken_port_is_named_and_nothing_stays_bound() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(CapabilityError, match=f"127.0.0.1:{port}: cannot listen here") as refusal:
+            listen("127.0.0.1", port)
+    assert refusal.value.exit_code == 4
+    for listener in listen("127.0.0.1", port):  # free again
+        listener.close()
+
+
+def test_an_unknown_name_is_named() -> None:
+    with pytest.raises(CapabilityError, match="no-such-host.invalid:1: cannot listen here"):
+        listen("no-such-host.invalid", 1)
