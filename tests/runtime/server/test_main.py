@@ -41,13 +41,13 @@ def test_a_taken_port_is_named_and_nothing_stays_bound() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(CapabilityError, match=f"127.0.0.1:{port}: cannot listen here") as refusal:
+        with pytest.raises(CapabilityError, match=rf"127\.0\.0\.1:{port}: cannot listen here") as refusal:
             listen("127.0.0.1", port)
     assert refusal.value.exit_code == 4
     for listener in listen("127.0.0.1", port):  # free again
         listener.close()
 
 
-def test_an_unknown_name_is_named() -> None:
-    with pytest.raises(CapabilityError, match="no-such-host.invalid:1: cannot listen here"):
-        listen("no-such-host.invalid", 1)
+def test_an_address_of_another_machine_is_named() -> None:
+    with pytest.raises(CapabilityError, match=r"203\.0\.113\.1:1: cannot listen here"):
+        listen("203.0.113.1", 1)
