@@ -199,7 +199,7 @@ def test_groups_are_asked_for_in_the_order_of_use():
     transformer.forward(case.video, case.audio, 2)
 
     blocks = [f"transformer/blocks.{i}" for i in range(case.config.transformer.num_layers)]
-    tables = ["adaln/x.y/step.002", "adaln/x.y/condition"]
+    tables = ["adaln/x.y/condition", "adaln/x.y/step.002"]
     assert case.weights.asked == ["transformer/prelude", *tables, *blocks, "transformer/heads"]
 
 
