@@ -23,7 +23,7 @@ def launch(num_ranks: str, code: str, **options: object) -> subprocess.Completed
 
 
 def test_rank_0_has_the_streams_and_the_others_speak_on_stderr() -> None:
-    code = "import os, sys; print(os.environ['RANK'], sys.stdin.read())"
+    code = "import os, sys; os.write(1, f\"{os.environ['RANK']} {sys.stdin.read()}\\n\".encode())"  # one call a rank
     done = launch("3", code, input="hello")
     assert (done.returncode, done.stdout) == (0, "0 hello\n")
     assert sorted(done.stderr.split()) == ["1", "2"]
