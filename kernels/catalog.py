@@ -40,15 +40,16 @@ class Tuning(NamedTuple):
     """How one operator is compiled.
 
     block: BLOCK; 0 stands for the next power of two of the row width D. max_registers: limit a thread, for more
-    resident warps; None leaves it to the assembler. rows: ROWS, rows a program does. is_split: the row is read as tiles that
-    add up to D, where at most three do. is_early, is_streamed: EARLY, STREAM of the source. The last four are
-    for operators whose `options` name them.
+    resident warps; None leaves it to the assembler. rows: ROWS, rows a program does at once; loop: LOOP, how
+    often. is_split: the row is read as tiles that add up to D, where at most three do. is_early, is_streamed: EARLY,
+    STREAM of the source. The last five are for operators whose `options` name them.
     """
 
     block: int
     num_warps: int
     max_registers: int | None = None
     rows: int = 1
+    loop: int = 1
     is_split: bool = False
     is_early: bool = False
     is_streamed: bool = False
@@ -116,7 +117,7 @@ def _strides(*names: str) -> tuple[Argument, ...]:
 _EPS = Argument("eps", "fp32")
 # Column tiles a row may be cut into.
 _MAX_PARTS = 3
-_NORM_MODULATE_OPTIONS = ("PART_A", "PART_B", "PART_C", "ROWS", "EARLY", "STREAM")
+_NORM_MODULATE_OPTIONS = ("PART_A", "PART_B", "PART_C", "ROWS", "LOOP", "EARLY", "STREAM")
 _NORM_MODULATE_TUNINGS = (  # registers a thread with Triton 3.6, sm_90a, D = 5,376: programs an SM holds
     Tuning(0, 8),  # 40: 6
     Tuning(0, 4),  # 72: 7
@@ -126,6 +127,9 @@ _NORM_MODULATE_TUNINGS = (  # registers a thread with Triton 3.6, sm_90a, D = 5,
     Tuning(0, 8, 48, is_split=True),  # 48: 5
     Tuning(0, 8, is_split=True, is_early=True),  # 63: 4
     Tuning(0, 16, is_split=True, rows=2),  # 52: 2, of two rows each
+    Tuning(0, 8, loop=4),  # 80: 3, of two rows each
+    Tuning(0, 8, loop=4, is_streamed=True),  # 80: 3
+    Tuning(0, 8, loop=8),  # 80: 3
 )
 _ROW_TUNINGS = (Tuning(0, 8), Tuning(0, 4), Tuning(0, 16), Tuning(0, 4, 64))
 
@@ -352,7 +356,13 @@ def _specialise(operator: Operator, constants: Mapping[str, int], tuning: int) -
     block = chosen.block or 1 << (constants["D"] - 1).bit_length()
     options = _options(chosen, constants["D"]) if operator.options else {}
     return Specialisation(
-        operator, dict(constants), block, chosen.num_warps, chosen.max_registers, chosen.rows, options
+        operator,
+        dict(constants),
+        block,
+        chosen.num_warps,
+        chosen.max_registers,
+        chosen.rows * chosen.loop,
+        options,
     )
 
 
@@ -364,6 +374,7 @@ def _options(tuning: Tuning, width: int) -> dict[str, int]:
     values = (
         *(parts + [0] * _MAX_PARTS)[:_MAX_PARTS],
         tuning.rows,
+        tuning.loop,
         int(tuning.is_early),
         int(tuning.is_streamed),
     )

@@ -1,8 +1,8 @@
 """RMSNorm followed by scale and shift that each row picks from a table (AdaLN): one read and one write of the row.
 
 A row is read as one padded tile, or as up to three tiles without padding (PART_A + PART_B + PART_C = D); the catalog says which,
-how many rows a program does, and whether the tables are asked for before the sum or after it. None of it changes
-more than the order of the sum.
+how many rows a program does at once or one after the other (LOOP, always padded), and whether the tables are asked for
+before the sum or after it. None of it changes more than the order of the sum.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
@@ -32,6 +32,7 @@ def norm_modulate(
     PART_B: tl.constexpr,
     PART_C: tl.constexpr,
     ROWS: tl.constexpr,
+    LOOP: tl.constexpr,
     EARLY: tl.constexpr,
     STREAM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -42,6 +43,12 @@ def norm_modulate(
     PART_A = 0: one tile of BLOCK columns. Neighbouring rows share table rows, so those and the weight stay in L1; `.cg`
     keeps the stream of rows out of it.
     """
+    if LOOP > 1:
+        loop_over_rows(
+            x_ptr, weight_ptr, shift_ptr, scale_ptr, index_ptr, out_ptr, x_stride, table_stride, out_stride, rows, eps,
+            D, LOOP, STREAM, BLOCK, NATIVE,
+        )  # fmt: skip
+        return
     WIDE: tl.constexpr = PART_A if PART_A else BLOCK
     B: tl.constexpr = WIDE + PART_B
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -70,6 +77,44 @@ def norm_modulate(
     if PART_C:
         wc, uc, vc = table_part(weight_ptr, shift_ptr, scale_ptr, entry, B, PART_C, D)
         put_part(target, live, c, rstd, wc, uc, vc, B, PART_C, D, STREAM, NATIVE)
+
+
+@triton.jit
+def loop_over_rows(
+    x_ptr,
+    weight_ptr,
+    shift_ptr,
+    scale_ptr,
+    index_ptr,
+    out_ptr,
+    x_stride,
+    table_stride,
+    out_stride,
+    rows,
+    eps,
+    D: tl.constexpr,
+    LOOP: tl.constexpr,
+    STREAM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """LOOP neighbouring rows, the next one on its way while one is normed; the weight is read once for all."""
+    cols = tl.arange(0, BLOCK)
+    inside = cols < D
+    first = tl.program_id(0).to(tl.int64) * LOOP
+    last = tl.minimum(first + LOOP, rows)
+    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0)
+    ahead = tl.load(x_ptr + first * x_stride + cols, mask=inside, other=0.0, cache_modifier=".cg")
+    for row in range(first, last):
+        x = ahead.to(tl.float32)
+        more = inside & (row + 1 < last)
+        ahead = tl.load(x_ptr + (row + 1) * x_stride + cols, mask=more, other=0.0, cache_modifier=".cg")
+        entry = tl.load(index_ptr + row).to(tl.int64) * table_stride
+        rstd = tl.rsqrt(tl.sum(x * x, axis=0) / D + eps)
+        scale = tl.load(scale_ptr + entry + cols, mask=inside, other=0.0)
+        shift = tl.load(shift_ptr + entry + cols, mask=inside, other=0.0)
+        y = modulate(scale_by_norm(x, rstd, weight, False, NATIVE), shift, scale, NATIVE)
+        tl.store(out_ptr + row * out_stride + cols, y, mask=inside, cache_modifier=".cs" if STREAM else "")
 
 
 @triton.jit
