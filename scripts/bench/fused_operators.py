@@ -327,7 +327,7 @@ def run_case(case: Case, sets: Sequence[KernelSet], bandwidth: float, stop: floa
     """Checks of every tuning, then times. A failure is a figure, not the end of the bench."""
     result: dict[str, Any] = {"checks": {}, "timed": {}}
     try:
-        for number, kernels in enumerate(sets):
+        for number, kernels in enumerate(sets[: len(OPERATORS[case.method].tunings)]):
             for rows in CHECK_ROWS if number == 0 else CHECK_ROWS[1:2]:
                 result["checks"][f"{number}@{rows}"] = check(
                     case, Operators(kernels), rows, seed=rows + number

@@ -8,11 +8,20 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kernels.catalog import ARCHITECTURES, MINIMAX_H3, OPERATORS, Operator, num_tunings, specialisations
+from kernels.catalog import (
+    ARCHITECTURES,
+    MINIMAX_H3,
+    OPERATORS,
+    SHIPPED,
+    Operator,
+    num_tunings,
+    specialisations,
+)
 from kernels.cubin_index import read_index
 
 needs_triton = pytest.mark.skipif(
@@ -117,6 +126,27 @@ def test_full_size_model_needs_these_kernels() -> None:
 def test_every_tuning_covers_the_same_kernels() -> None:
     keys = [{item.key() for item in specialisations(MINIMAX_H3, tuning)} for tuning in range(num_tunings())]
     assert all(item == keys[0] for item in keys)
+
+
+def test_what_ships_exists() -> None:
+    """Also the one place where a wrong index would show before a deployment prepares with it."""
+    assert SHIPPED.keys() == ARCHITECTURES.keys()
+    for chosen in SHIPPED.values():
+        assert all(0 <= index < len(OPERATORS[name].tunings) for name, index in chosen.items())
+
+
+def test_row_of_three_tiles_has_no_padding() -> None:
+    """5,376 = 4,096 + 1,024 + 256; a width that needs more tiles is one padded tile."""
+    split = next(i for i, item in enumerate(OPERATORS["norm_modulate"].tunings) if item.is_split)
+
+    def parts(hidden: int) -> list[int]:
+        wanted = specialisations(replace(MINIMAX_H3, hidden=hidden), split)
+        (options,) = [item.options for item in wanted if item.operator.name == "norm_modulate"]
+        return [options[f"PART_{part}"] for part in "ABC"]
+
+    assert parts(5376) == [4096, 1024, 256]
+    assert parts(64) == [64, 0, 0]
+    assert parts(240) == [0, 0, 0]
 
 
 @pytest.mark.slow
