@@ -7,6 +7,7 @@ columns that queries need. Reads of unfinished jobs come from memory. When stora
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -169,6 +170,8 @@ class JobStore:
         self.on_delete: list[Callable[[str], None]] = []
         self._active: dict[str, Job] = {}
         self._unsaved: dict[str, Job] = {}
+        self._is_full = False  # since the last storage error
+        self._forgotten: set[str] = set()  # deleted, but their rows may still be there
         self._lock = _take_directory(state)
         try:
             self._db = _open_database(state / "jobs.sqlite3")
@@ -194,7 +197,7 @@ class JobStore:
 
     def get(self, job_id: str, owner: str | None = None) -> Job | None:
         """The job, if it exists and belongs to `owner` (None: any)."""
-        if ID_PATTERN.fullmatch(job_id) is None:
+        if ID_PATTERN.fullmatch(job_id) is None or job_id in self._forgotten:
             return None
         job = self._active.get(job_id) or self._unsaved.get(job_id)
         if job is None:
@@ -216,7 +219,9 @@ class JobStore:
                 raise ApiError("no such video", status=404, where="after", code="video_not_found")
             clause += f" AND seq {beyond} ?"
             values.append(row[0])
-        jobs = list(self._select(f"{clause} ORDER BY seq {order} LIMIT ?", *values, limit + 1))
+        jobs = list(
+            self._select(f"{clause} ORDER BY seq {order} LIMIT ?", *values, limit + 1 + len(self._forgotten))
+        )
         current = [self._active.get(job.id) or self._unsaved.get(job.id) or job for job in jobs]
         return current[:limit], len(current) > limit
 
@@ -263,6 +268,7 @@ class JobStore:
         except (OSError, sqlite3.Error) as error:
             shutil.rmtree(directory, ignore_errors=True)
             if is_storage_error(error):
+                self._is_full = True
                 raise storage_full() from error
             raise
         self._active[job.id] = job
@@ -296,12 +302,15 @@ class JobStore:
         return job
 
     def delete(self, job_id: str) -> None:
-        """Forget a job and its files."""
-        self._db.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
-        self._db.execute("DELETE FROM idempotency WHERE job = ?", (job_id,))
+        """Forget a job and its files. Never fails for lack of space: on a full disk this is what makes some."""
         self._active.pop(job_id, None)
         self._unsaved.pop(job_id, None)
+        self._forgotten.add(job_id)
+        # First the files: a row cannot go while nothing can be written.
         shutil.rmtree(self.directory(job_id), ignore_errors=True)
+        if self._is_full:
+            self._shrink_log()
+        self._flush()
         for listener in self.on_delete:
             listener(job_id)
 
@@ -422,6 +431,10 @@ class JobStore:
 
     def _flush(self) -> None:
         try:
+            for job_id in list(self._forgotten):
+                self._db.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
+                self._db.execute("DELETE FROM idempotency WHERE job = ?", (job_id,))
+                self._forgotten.discard(job_id)
             for job in list(self._unsaved.values()):
                 self._db.execute(
                     "UPDATE jobs SET status = ?, expires_at = ?, document = ? WHERE id = ?",
@@ -431,10 +444,19 @@ class JobStore:
         except sqlite3.OperationalError as error:
             if not is_storage_error(error):
                 raise
+            self._is_full = True
+
+    def _shrink_log(self) -> None:
+        """Move the write-ahead log into the database and empty it: on a small disk it is the largest file."""
+        with contextlib.suppress(sqlite3.OperationalError):
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._is_full = False
 
     def _select(self, clause: str, *values: object) -> Iterator[Job]:
         for row in self._db.execute(f"SELECT document FROM jobs {clause}", values).fetchall():
-            yield _from_document(json.loads(row[0]))
+            job = _from_document(json.loads(row[0]))
+            if job.id not in self._forgotten:
+                yield job
 
     def _notify(self, job: Job) -> None:
         for listener in self.listeners:

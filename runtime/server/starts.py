@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -51,12 +52,16 @@ class Starts:
         self._store(start)
 
     def _store(self, start: Mapping[str, Any]) -> None:
+        part = self._directory / "start.part"
         try:
-            (self._directory / f"{start['id']}.json").write_text(json.dumps(start))
+            part.write_text(json.dumps(start))
+            part.replace(self._directory / f"{start['id']}.json")
             for path in sorted(self._directory.glob("start-*.json"), reverse=True)[KEPT_STARTS:]:
                 path.unlink()
         except OSError:
             log.warning("a start could not be stored", exc_info=True)
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
 
     def complete(self, headline: Mapping[str, Any]) -> None:
         """The first job after a start is done: its marks belong to the start, and the worker may have written its timeline

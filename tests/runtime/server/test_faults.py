@@ -413,6 +413,10 @@ def test_a_full_disk_refuses_new_jobs_and_keeps_the_old_ones(start: Start) -> No
     directories = {path.name for path in (service.state / "jobs").iterdir()}
     assert directories == {before["id"], running}
     assert service.get(before["id"]) == before
+    assert service.client.delete(f"/v1/videos/{before['id']}").status_code == 200  # how a client makes space
+    assert service.client.get(f"/v1/videos/{before['id']}").status_code == 404
+    assert [video["id"] for video in service.client.get("/v1/videos").json()["data"]] == [running]
+    assert {path.name for path in (service.state / "jobs").iterdir()} == {running}
     service.gate.touch()
     assert service.finished(running)["status"] == "completed"  # kept in memory until there is space again
     service.limit_files(1 << 40)
@@ -420,6 +424,7 @@ def test_a_full_disk_refuses_new_jobs_and_keeps_the_old_ones(start: Start) -> No
     service.terminate()
     again = start()
     assert again.get(running)["status"] == "completed"
+    assert again.client.get(f"/v1/videos/{before['id']}").status_code == 404
 
 
 def test_mixed_jobs_leave_no_files(start: Start) -> None:
