@@ -122,7 +122,7 @@ def _test() -> TinyConfig:
             **_statistics("test audio", 8),
         ),
     )
-    return TinyConfig(model, num_base, shard_bytes=192 * 1024)
+    return TinyConfig(model, num_base, shard_bytes=400 * 1024)
 
 
 def _demo() -> TinyConfig:
