@@ -141,7 +141,10 @@ class Bench:
             steps = {name: self._step(self.variants[name], given) for name in names}
             steps[PEER] = peer_step(peer, given)
             rows = given.sequence.num_rows
-            figures[str(rows)] = self._take_turns(steps) | {"tokens": tokens, **self._agreement(names)}
+            figures[str(rows)] = self._take_turns(steps, self.args.rounds) | {
+                "tokens": tokens,
+                **self._agreement(names),
+            }
         del peer
         self._peer_targets(figures)
 
@@ -158,10 +161,10 @@ class Bench:
 
         return with_library
 
-    def _take_turns(self, steps: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    def _take_turns(self, steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
         """Every name's seconds in order, the first not counted in the median."""
         seconds: dict[str, list[float]] = {name: [] for name in steps}
-        for number in range(self.args.rounds + 1):
+        for number in range(rounds + 1):
             for name, step in steps.items():
                 if number > 1 and time.perf_counter() - self.begun > self.args.budget_s:
                     continue
@@ -280,7 +283,7 @@ class Bench:
         graph.replay()
         torch.cuda.synchronize()
         first = time.perf_counter()
-        turns = self._take_turns({"eager": step, "graph": graph.replay})
+        turns = self._take_turns({"eager": step, "graph": graph.replay}, rounds=1)
         torch.cuda.synchronize()
         launched = time.perf_counter()
         step()
