@@ -3,23 +3,21 @@
 #   docker run --init --gpus all -p 8000:8000 -e COLDFRAME_API_KEYS=… -v /srv/prepared:/weights:ro -v /srv/state:/state coldframe
 # Only the container's start matters at run time: no compiler, pinned packages, bytecode that never goes stale.
 FROM python:3.12-slim-bookworm AS build
-COPY --from=ghcr.io/astral-sh/uv:0.13.9 /uv /usr/local/bin/uv
-ENV PYC_INVALIDATION_MODE=UNCHECKED_HASH UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy
-RUN uv venv /opt/venv
+ENV PIP_CONSTRAINT=/src/constraints.txt PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 COPY constraints.txt /src/
-RUN uv pip install --python /opt/venv/bin/python -c /src/constraints.txt \
-    torch numpy pillow av tokenizers cuda-bindings starlette uvicorn msgspec python-multipart
+RUN python -m venv /opt/venv && /opt/venv/bin/pip install \
+    torch numpy pillow av tokenizers cuda-bindings nvidia-libnvcomp-cu13 starlette uvicorn msgspec python-multipart
 COPY pyproject.toml README.md LICENSE /src/
 COPY prepare /src/prepare
 COPY runtime /src/runtime
 COPY loader /src/loader
 COPY kernels /src/kernels
 COPY manifests /src/manifests
-RUN uv pip install --python /opt/venv/bin/python --no-deps --build-constraints /src/constraints.txt /src \
-    && /opt/venv/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash \
-       /opt/venv/lib/python3.12/site-packages/prepare /opt/venv/lib/python3.12/site-packages/runtime \
-       /opt/venv/lib/python3.12/site-packages/loader /opt/venv/lib/python3.12/site-packages/kernels \
-       /opt/venv/lib/python3.12/site-packages/manifests
+RUN /opt/venv/bin/pip install --no-deps /src
+# Some packages bring files that are no valid Python of this version; what cannot be compiled is never imported.
+RUN cd /opt/venv/lib/python3.12/site-packages \
+    && { /opt/venv/bin/python -m compileall -qq -j 0 --invalidation-mode unchecked-hash . || true; } \
+    && /opt/venv/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash prepare runtime loader kernels manifests
 
 FROM python:3.12-slim-bookworm
 COPY --from=build /opt/venv /opt/venv

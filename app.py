@@ -65,7 +65,7 @@ GATEWAY_PINS = (
     "anyio",
     "idna",
 )
-GPU_PINS = ("torch", "numpy", "pillow", "av", "tokenizers", "cuda-bindings")
+GPU_PINS = ("torch", "numpy", "pillow", "av", "tokenizers", "cuda-bindings", "nvidia-libnvcomp-cu13")
 
 
 def pins(names):

@@ -70,6 +70,7 @@ class H3Worker(
         "av==18.1.0",
         "tokenizers==0.23.3",
         "cuda-bindings==13.5.0",
+        "nvidia-libnvcomp-cu13==6.0.0.12",
     ]
     local_python_modules = ["prepare", "runtime", "loader", "kernels", "manifests"]  # noqa: RUF012
     data_mounts = ["/data"]  # noqa: RUF012

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -104,7 +105,7 @@ def _prepare_parser() -> argparse.ArgumentParser:
         "--max-file-gib", type=float, default=8.0, help="weight files are cut before this size"
     )
     parser.add_argument(
-        "--workers", type=int, default=0, help="files written at a time (default: one per CPU)"
+        "--workers", type=int, default=0, help="files written at a time (default: 0, one per CPU)"
     )
     parser.add_argument(
         "--ranks",
@@ -128,8 +129,10 @@ def _prepare_parser() -> argparse.ArgumentParser:
 def _prepare(args: argparse.Namespace) -> None:
     from prepare.pipeline import prepare_checkpoint
 
-    if args.max_file_gib <= 0 or args.workers < 0:
-        raise RequestError("must be positive", where="--max-file-gib, --workers")
+    if not 0 < args.max_file_gib < math.inf:
+        raise RequestError("must be a positive number", where="--max-file-gib", found=args.max_file_gib)
+    if args.workers < 0:
+        raise RequestError("must not be negative", where="--workers", found=args.workers)
     options = PrepareOptions(
         tasks=tuple(args.task),
         schedules=tuple(args.schedule),

@@ -217,7 +217,7 @@ def _decode(path: Path) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArr
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command `check-mp4`: 0 if the file is good, 1 with every problem on its own line otherwise."""
-    parser = argparse.ArgumentParser(prog="check-mp4", description="Check a finished video file.")
+    parser = argparse.ArgumentParser(prog="coldframe check-mp4", description="Check a finished video file.")
     parser.add_argument("file", type=Path)
     parser.add_argument("--frames", type=int, help="exact number of frames")
     parser.add_argument("--size", help="WxH in pixels")

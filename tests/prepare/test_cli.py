@@ -46,7 +46,10 @@ def test_options_reach_the_manifest(
     [
         (["{c}", "{t}", "--schedule", "uniform-8"], 2, "uniform-8"),
         (["{c}", "{t}", "--task", "ref2va"], 2, "ref2va"),
-        (["{c}", "{t}", "--max-file-gib", "0"], 2, "must be positive"),
+        (["{c}", "{t}", "--max-file-gib", "0"], 2, "--max-file-gib: must be a positive number"),
+        (["{c}", "{t}", "--max-file-gib", "nan"], 2, "--max-file-gib: must be a positive number"),
+        (["{c}", "{t}", "--max-file-gib", "inf"], 2, "--max-file-gib: must be a positive number"),
+        (["{c}", "{t}", "--workers", "-1"], 2, "--workers: must not be negative"),
         (["{c}"], 2, "target"),
         (["{c}", "{t}", "--dtype", "float16"], 2, "float16"),
         (["{t}", "{t}-2"], 3, "does not exist"),
