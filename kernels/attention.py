@@ -11,6 +11,9 @@ accepted silently) could save no more than that hidden time, hence none are kept
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +34,20 @@ _BACKENDS: dict[BackendName, SDPBackend] = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+
+
+_SELECTION = threading.Lock()
+
+
+@contextmanager
+def backends(order: Sequence[SDPBackend]) -> Iterator[None]:
+    """Ask these backends, in this order, for the calls inside. One thread at a time: torch's choice is the process's.
+
+    Two threads that choose at once would take each other's backend: at a start the conditioner and the attention plan
+    are warmed beside each other.
+    """
+    with _SELECTION, sdpa_kernel(list(order), set_priority=True):
+        yield
 
 
 @dataclass(frozen=True)
@@ -63,7 +80,7 @@ class DenseAttention:
             return self._flash3(  # type: ignore[no-any-return]
                 q[None], k[None], v[None], softmax_scale=scale, is_causal=causal, num_splits=1
             )[0][0]
-        with sdpa_kernel(self._order, set_priority=True):
+        with backends(self._order):
             out = scaled_dot_product_attention(
                 q.transpose(0, 1)[None],  # each [1, H or G, S, K]
                 k.transpose(0, 1)[None],

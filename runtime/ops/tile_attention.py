@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.attention import choose_backend
+from kernels.attention import backends, choose_backend
 
 # In this order: a backend that refuses a call leaves it to the next.
 _ORDERS = {
@@ -44,5 +44,5 @@ class TileAttention:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if self.backend == "torch":
             return scaled_dot_product_attention(q, k, v).transpose(1, 2)
-        with sdpa_kernel(_ORDERS[self.backend], set_priority=True):
+        with backends(_ORDERS[self.backend]):
             return scaled_dot_product_attention(q, k, v).transpose(1, 2)

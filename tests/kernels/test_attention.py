@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
-from kernels.attention import AttentionChoice, DenseAttention, choose_backend, warm_up
+from kernels.attention import AttentionChoice, DenseAttention, backends, choose_backend, warm_up
 from loader.errors import CapabilityError, InternalError
 
 CPU = torch.device("cpu")
@@ -73,3 +77,28 @@ def test_warm_up_calls_with_the_strides_of_the_model() -> None:
     attention = Recording(choose_backend(CPU, torch.float32))
     warm_up(attention, num_rows=5, num_heads=2, head_dim=8, device=CPU, dtype=torch.float32)
     assert seen == [(48, 8, 1)] * 3
+
+
+def test_threads_do_not_take_each_others_backend() -> None:
+    """torch keeps the choice for the whole process."""
+    cuda = torch.backends.cuda
+    mixed: list[tuple[bool, bool]] = []
+
+    def choose(backend: SDPBackend, expected: tuple[bool, bool]) -> None:
+        for _ in range(200):
+            with backends([backend]):
+                for _ in range(5):
+                    found = (cuda.flash_sdp_enabled(), cuda.math_sdp_enabled())  # type: ignore[no-untyped-call]
+                    if found != expected:
+                        mixed.append(found)
+                    time.sleep(0)
+
+    threads = [
+        threading.Thread(target=choose, args=args)
+        for args in ((SDPBackend.FLASH_ATTENTION, (True, False)), (SDPBackend.MATH, (False, True)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert mixed == []
