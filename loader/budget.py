@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 MIB = 1 << 20
 _DEFAULT_RING = 2 << 30
@@ -18,16 +18,14 @@ _THREADS_ON_SLOW_STORAGE = 64
 _UNLIMITED = 1 << 60
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """A number and why it is that."""
 
     value: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class RingChoice:
+class RingChoice(NamedTuple):
     """A ring of `slots` × `slot_bytes`."""
 
     slots: int

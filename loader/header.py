@@ -10,9 +10,9 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from loader.errors import ArtifactError
 from loader.strict_json import load_json
@@ -55,8 +55,7 @@ _SIGNATURES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor of a header. `begin`, `end`: byte range in the data section."""
 
     name: str
@@ -70,8 +69,7 @@ class TensorEntry:
         return self.end - self.begin
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """A checked header. `tensors` lie in data order and cover the data section without a gap."""
 
     tensors: tuple[TensorEntry, ...]

@@ -7,8 +7,8 @@ records mean the same to every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import NamedTuple
 
 from loader.errors import InternalError
 from loader.load_plan import LoadPlan, PlanChunk, PlanTensor
@@ -16,8 +16,7 @@ from loader.load_plan import LoadPlan, PlanChunk, PlanTensor
 _Key = tuple[int, int, int]
 
 
-@dataclass(frozen=True)
-class HostPlan:
+class HostPlan(NamedTuple):
     """plan: what the reader reads. members: what each rank of the host loads. takers: chunk -> members that need it."""
 
     plan: LoadPlan
@@ -51,8 +50,8 @@ def host_plan(plans: Sequence[LoadPlan]) -> HostPlan:
     everything = {
         _key(chunk): chunk._replace(pieces=(), groups=(), coded=()) for plan in plans for chunk in plan.chunks
     }
-    base = replace(
-        first, arenas=(), runs=(), groups=(), tensors=tensors, chunks=tuple(everything[key] for key in order)
+    base = first._replace(
+        arenas=(), runs=(), groups=(), tensors=tensors, chunks=tuple(everything[key] for key in order)
     )
     return HostPlan(
         plan=base,
@@ -68,10 +67,10 @@ def _member(plan: LoadPlan, base: LoadPlan, order: dict[_Key, int]) -> LoadPlan:
         chunks[order[_key(chunk)]] = chunk
     place = [order[_key(chunk)] for chunk in plan.chunks]
     groups = tuple(
-        replace(group, chunks=tuple(sorted(place[index] for index in group.chunks))) for group in plan.groups
+        group._replace(chunks=tuple(sorted(place[index] for index in group.chunks))) for group in plan.groups
     )
     tensors = {name: plan.tensors.get(name, tensor) for name, tensor in base.tensors.items()}
-    return replace(plan, chunks=tuple(chunks), groups=groups, tensors=tensors)
+    return plan._replace(chunks=tuple(chunks), groups=groups, tensors=tensors)
 
 
 def _key(chunk: PlanChunk) -> _Key:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from loader.errors import ArtifactError, InternalError
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
     from loader.codec.records import CodecRecord, CodedRecord
 
 
-@dataclass(frozen=True, slots=True)
-class PlanFile:
+class PlanFile(NamedTuple):
     """A file to open. `digests`: SHA-256 of each `digest_bytes` of the data section; empty for plain files."""
 
     path: str
@@ -30,16 +28,14 @@ class PlanFile:
     digests: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PlanArena:
+class PlanArena(NamedTuple):
     """One contiguous allocation, a whole number of pages."""
 
     name: str
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """A range of a file (absolute offset) that is needed, and its place in an arena.
 
     `coded`: number of the coded tensor that it is, -1 for bytes that are copied as they are.
@@ -53,7 +49,7 @@ class Run:
     coded: int = -1
 
 
-class Piece(NamedTuple):  # thousands of them are on the way to the first read: cheaper than a dataclass
+class Piece(NamedTuple):
     """One copy out of a chunk: `offset` counts from the chunk's first byte."""
 
     offset: int
@@ -112,8 +108,7 @@ class PlanTensor(NamedTuple):
         return self.coded.bytes, self.coded.head, self.coded.tail
 
 
-@dataclass(frozen=True, slots=True)
-class PlanGroup:
+class PlanGroup(NamedTuple):
     """What is waited for together. `ranges`: (file, first byte, end) in absolute file offsets."""
 
     name: str
@@ -124,8 +119,7 @@ class PlanGroup:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
+class LoadPlan(NamedTuple):
     """Chunks in the order in which they are read. `tensors` are streamed, `tables` are gathered by row.
 
     `hold`: index of the first group that waits for `WeightStream.release()`; None = nothing waits.
@@ -274,12 +268,12 @@ def recut(plan: LoadPlan, chunk_bytes: int) -> LoadPlan:
                 mine[place] = None
         for place in mine:
             touched[place].append(index)
-        groups.append(replace(group, chunks=tuple(sorted(mine))))
+        groups.append(group._replace(chunks=tuple(sorted(mine))))
     chunks = tuple(
         PlanChunk(file, offset, size, block, pieces, tuple(groups_of), coded)
         for (file, offset, size, block, pieces, _, coded), groups_of in zip(order, touched, strict=True)
     )
-    return replace(plan, chunks=chunks, groups=tuple(groups), chunk_bytes=chunk_bytes)
+    return plan._replace(chunks=chunks, groups=tuple(groups), chunk_bytes=chunk_bytes)
 
 
 def _place(

@@ -1,6 +1,8 @@
-"""`manifest.json` of a prepared directory: pinned digest, schema, every range and path checked, frozen dataclasses.
+"""`manifest.json` of a prepared directory: pinned digest, schema, every range and path checked.
 
-Everything a start needs about files is here, so no weight file's header is parsed then. Standard library only.
+Everything a start needs about files is here, so no weight file's header is parsed then. Standard library only. Records are
+named tuples, here and in the plan: thousands of them, and their classes, are made on the way to the first read, and a
+frozen dataclass with slots takes nine times as long to define.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -32,8 +33,7 @@ EDGE_BYTES = 1024
 _MAX_MANIFEST_BYTES = 256 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class FileRecord:
+class FileRecord(NamedTuple):
     """One file of the directory. `data_start`, `chunk_bytes` are None for files that are not safetensors.
 
     `decoded_bytes`: of the data section if nothing in it were coded; None = nothing is.
@@ -57,9 +57,7 @@ class FileRecord:
         return self.data_bytes if self.decoded_bytes is None else self.decoded_bytes
 
 
-class TensorRecord(
-    NamedTuple
-):  # thousands of them are on the way to the first read: cheaper than a dataclass
+class TensorRecord(NamedTuple):
     """One tensor. `offset` is in the data section of `file`; `head`, `tail` are SHA-256 of its first and last KiB.
 
     `bytes`, `head`, `tail`: as decoded. `place`: offset in the decoded data section; `offset` where nothing is coded.
@@ -82,8 +80,7 @@ class TensorRecord(
         return self.bytes if self.coded is None else self.coded.bytes
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRecord:
+class GroupRecord(NamedTuple):
     """What compute waits for together: a range of one file's data section, as stored and (`place`) as decoded."""
 
     name: str
@@ -96,8 +93,7 @@ class GroupRecord:
     place_end: int
 
 
-@dataclass(frozen=True, slots=True)
-class ComponentRecord:
+class ComponentRecord(NamedTuple):
     """One arena. `bytes`: the data sections of its files, each rounded up to a page."""
 
     name: str
@@ -105,8 +101,7 @@ class ComponentRecord:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduleRecord:
+class ScheduleRecord(NamedTuple):
     """One prepared step schedule; sigmas are fp32 bit patterns as 8 hex digits, `evaluations` + 1 each."""
 
     name: str
@@ -121,8 +116,7 @@ class ScheduleRecord:
     weights_sha256: str
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(NamedTuple):
     """A checked manifest. Mappings are read-only; `config`, `kernels`, `plans` are passed on unread."""
 
     sha256: str

@@ -6,9 +6,9 @@ import os
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 from loader import reader as wire
 from loader.load_plan import LoadPlan, PlanChunk, PlanTensor
@@ -18,8 +18,7 @@ _NO_BLOCK = 0xFFFFFFFF  # -1 of the wire's signed field
 VERIFY_LEVELS: Mapping[str, int] = {"edges": wire.EDGES, "full": wire.WHOLE, "auto": wire.AUTO}
 
 
-@dataclass(frozen=True, slots=True)
-class ReadSettings:
+class ReadSettings(NamedTuple):
     """How the reader works. `rate`: bytes per second, 0 = unthrottled; `pool_bytes`: ring or arenas.
 
     `most_threads`: how far it may grow where storage is slow and CPUs are idle.
@@ -36,8 +35,7 @@ class ReadSettings:
     fault: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class WirePlan:
+class WirePlan(NamedTuple):
     """`data` for the reader; `files`, `tensors`, `blocks` give the names behind its numbers."""
 
     data: bytes

@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from loader.errors import InternalError, WorkerError
 from loader.load_plan import LoadPlan
 
 
-@dataclass(frozen=True, slots=True)
-class LoadMark:
+class LoadMark(NamedTuple):
     """A span of the timeline; times are `time.monotonic_ns`. `bytes` is 0 where it means nothing."""
 
     name: str

@@ -12,7 +12,6 @@ mismatch a worker must take no more work: what it computed may be wrong.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from loader import reader as wire
@@ -81,7 +80,7 @@ def start_rehash(
     wire_plan = encode_plan(blocks, directory, settings)
     progress = LoadProgress(blocks, on_failure)
     rows = RowDesk(wire_plan)
-    intake = Intake(replace(blocks, tensors=plan.tensors, tables=plan.tables), wire_plan, progress, rows)
+    intake = Intake(blocks._replace(tensors=plan.tensors, tables=plan.tables), wire_plan, progress, rows)
     try:
         link = spawn_reader(nice=_NICE)
     except OSError as error:

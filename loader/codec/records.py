@@ -7,7 +7,6 @@ that the file would have without a codec, and arenas are laid out like that. Onl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 CODECS = ("ans",)
 
 
-@dataclass(frozen=True, slots=True)
-class CodecRecord:
+class CodecRecord(NamedTuple):
     """How tensors were coded. `version`: of the library that coded them, which reads its own streams and older ones."""
 
     name: str

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from loader.errors import CapabilityError
@@ -62,7 +61,7 @@ def rank_manifest(manifest: Manifest, rank: int, size: int) -> Manifest:
         for order, groups in manifest.orders.items()
         if order.endswith(suffix)
     }
-    return replace(manifest, orders=orders)
+    return manifest._replace(orders=orders)
 
 
 class RankWeights:
