@@ -29,16 +29,10 @@ from scripts.bench.common import RESULTS
 ROOT = Path(__file__).resolve().parents[2]
 _OURS = ("kernels", "loader", "prepare", "runtime", "scripts")
 _THEIRS = (
-    "torch",
-    "numpy",
-    "tokenizers",
-    "cuda",
-    "nvidia",
-    "safetensors",
-    "transformers",
-    "diffusers",
-    "PIL",
-)
+    "torch", "torchgen", "numpy", "PIL", "tokenizers", "cuda", "nvidia", "safetensors", "sympy", "mpmath", "filelock", "jinja2",
+    "networkx", "fsspec", "typing_extensions", "transformers", "diffusers", "accelerate", "huggingface_hub", "tqdm", "regex",
+    "packaging", "yaml", "requests", "av", "importlib_metadata",
+)  # fmt: skip
 _LOG_TAIL = 3000  # characters of a log that are printed
 
 
@@ -163,14 +157,19 @@ def _results() -> dict[Path, int]:
 
 
 def _compile_bytecode() -> None:
-    """Of this project and of what a start imports, where it is missing and can be written."""
-    folders = [str(ROOT / name) for name in _OURS]
+    """Of this project and of what a start of ours or of a peer imports, where it is missing and can be written."""
+    paths = [str(ROOT / name) for name in _OURS]
     for name in _THEIRS:
         spec = importlib.util.find_spec(name)
-        folders += list(spec.submodule_search_locations or ()) if spec else []
-    for folder in folders:
-        if os.access(folder, os.W_OK):
-            compileall.compile_dir(folder, quiet=2, workers=0)
+        if spec is not None:
+            paths += list(spec.submodule_search_locations or [str(spec.origin)])
+    for path in paths:
+        if not os.access(path, os.W_OK):
+            continue
+        if Path(path).is_dir():
+            compileall.compile_dir(path, quiet=2, workers=0)
+        else:
+            compileall.compile_file(path, quiet=2)
 
 
 def _arguments() -> argparse.Namespace:
