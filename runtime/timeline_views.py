@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -16,7 +17,8 @@ _COLOURS = ("#3b6fb6", "#2f8f6b", "#b5651d", "#8258a8", "#a33f5e", "#4d7c8a", "#
 
 
 def to_perfetto(timeline: Timeline) -> dict[str, object]:
-    """Chrome trace-event form (`traceEvents`, microseconds from the origin), plus `headline` and `facts`."""
+    """Chrome trace-event form (`traceEvents`, microseconds from the origin), plus `headline`, `facts` and when the
+    origin was (`origin_unix_ns`)."""
     threads = _thread_names(timeline)
     numbers = {name: number for number, name in enumerate(threads, start=1)}
     events: list[dict[str, object]] = [
@@ -52,6 +54,7 @@ def to_perfetto(timeline: Timeline) -> dict[str, object]:
         "displayTimeUnit": "ms",
         "headline": timeline.headline(),
         "facts": timeline.facts,
+        "origin_unix_ns": time.time_ns() - (time.monotonic_ns() - timeline.origin_ns),
     }
 
 

@@ -158,8 +158,8 @@ def _key_hashes(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What the worker process may see: everything but the service's settings and keys."""
-    hidden = (PREFIX, "COLDFRAME_API_KEYS", "COLDFRAME_MODAL_", "COLDFRAME_FAL_")
+    """What the worker process may see: everything but the service's settings, keys and headers for traces."""
+    hidden = (PREFIX, "COLDFRAME_API_KEYS", "COLDFRAME_MODAL_", "COLDFRAME_FAL_", "OTEL_")
     return {name: value for name, value in environ.items() if not name.startswith(hidden)}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from runtime.server.body import Upload, read_body
 from runtime.server.bundle import Admitted
@@ -89,7 +90,7 @@ async def _admit(service: Service, request: Request, as_file: bool = False) -> t
     if idempotency is not None and (known := service.store.idempotent(owner, idempotency)):
         return known, canon, True
     service.admission.take(owner)
-    job = _new_job(service, owner, model, admitted, pictures, request.scope["request_id"])
+    job = _new_job(service, owner, model, admitted, pictures, request.scope)
     service.store.create(job, {name: picture.data for name, picture in pictures.items()}, idempotency)
     service.engine.pump()
     return service.store.get(job.id) or job, canon, False
@@ -128,7 +129,7 @@ def _new_job(
     model: str,
     admitted: Admitted,
     pictures: dict[str, Picture],
-    request_id: str,
+    scope: Scope,
 ) -> Job:
     return Job(
         id=new_job_id(),
@@ -138,7 +139,8 @@ def _new_job(
         request=admitted.fields,
         video=admitted.video,
         pictures={name: f"{name}.{picture.kind}" for name, picture in pictures.items()},
-        request_id=request_id,
+        request_id=scope["request_id"],
+        traceparent=scope.get("traceparent", ""),
         bundle_id=service.bundle.identity,
     )
 

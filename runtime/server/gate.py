@@ -31,7 +31,7 @@ log = logging.getLogger("runtime.server.access")
 class Gate:
     """ASGI middleware of the service.
 
-    Sets `owner` and `request_id` in the scope; the key never reaches a handler, a log or an error.
+    Sets `owner`, `request_id` and `traceparent` in the scope; the key never reaches a handler, a log or an error.
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -44,6 +44,7 @@ class Gate:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         request_id = _request_id(headers)
         scope["request_id"] = request_id
+        scope["traceparent"] = _traceparent(headers)
         began, status = time.perf_counter(), 0
 
         async def send_with_id(message: Message) -> None:
@@ -102,11 +103,13 @@ def _request_id(headers: dict[bytes, str]) -> str:
     return f"req_{os.urandom(12).hex()}"
 
 
+def _traceparent(headers: dict[bytes, str]) -> str:
+    value = headers.get(b"traceparent", "")
+    return value if _REQUEST_ID.fullmatch(value) else ""
+
+
 def _trace_fields(scope: Scope) -> dict[str, str]:
-    for name, value in scope["headers"]:
-        if name == b"traceparent" and _REQUEST_ID.fullmatch(value.decode("latin-1")):
-            return {"traceparent": value.decode("latin-1")}
-    return {}
+    return {"traceparent": scope["traceparent"]} if scope["traceparent"] else {}
 
 
 def _internal(error: Exception, request_id: str) -> Response:

@@ -56,6 +56,7 @@ class Job:
         result: result of the worker, plus `sha256` and `bytes` of the file.
         timings: phase → seconds spent in it.
         call_id: the platform's name for the running call, where jobs run elsewhere.
+        traceparent: of the client's trace (W3C), where it sent one.
         bundle_id: prepared directory that admitted it; it stays what it was when the deployment changes.
     """
 
@@ -82,6 +83,7 @@ class Job:
     call_id: str = ""
     expired: bool = False
     request_id: str = ""
+    traceparent: str = ""
     bundle_id: str = ""
 
     @property

@@ -1,4 +1,7 @@
-"""Counters, gauges and histograms in Prometheus text form. Labels come from fixed sets, never from requests."""
+"""Counters, gauges and histograms in Prometheus text form. Labels come from small sets.
+
+Shapes are the only ones that clients choose: the first `MAX_SHAPES` keep their names, later ones are `other`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass, field
 
 from runtime.server.jobs import Job
 
+MAX_SHAPES = 32
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TYPES: Mapping[str, tuple[str, str]] = {
@@ -15,7 +19,7 @@ TYPES: Mapping[str, tuple[str, str]] = {
     "h3_jobs_total": ("counter", "Jobs that ended, by outcome"),
     "h3_jobs_queued": ("gauge", "Jobs waiting for the worker"),
     "h3_jobs_running": ("gauge", "Jobs on the worker"),
-    "h3_job_duration_seconds": ("histogram", "Creation to end of completed jobs, by task"),
+    "h3_job_duration_seconds": ("histogram", "Creation to end of completed jobs, by task and shape"),
     "h3_queue_wait_seconds": ("histogram", "Creation to hand-over to the worker"),
     "h3_stage_duration_seconds": ("histogram", "Time in each phase of completed jobs"),
     "h3_denoise_step_seconds": ("histogram", "Mean time of a denoising step of completed jobs"),
@@ -29,6 +33,8 @@ TYPES: Mapping[str, tuple[str, str]] = {
     "h3_worker_exits_total": ("counter", "Workers ended, by exit code"),
     "h3_checksum_failures_total": ("counter", "Workers that refused a damaged prepared directory"),
     "h3_worker_ready": ("gauge", "1 when the prepared plan can run without waiting"),
+    "h3_weights_read_bytes_total": ("counter", "Weights brought in by all starts, by component"),
+    "h3_weights_read_seconds": ("gauge", "First to last byte of a component in the last start"),
     "h3_weights_loaded_bytes": ("gauge", "Weights in place"),
     "h3_weights_total_bytes": ("gauge", "Weights that a start brings in"),
     "h3_gpu_memory_bytes": ("gauge", "Device memory as reported with the last result"),
@@ -59,9 +65,17 @@ class Metrics:
         self._values: dict[str, dict[Labels, float]] = {
             name: {} for name, (kind, _) in TYPES.items() if kind != "histogram"
         }
+        self._shapes: set[str] = set()
         self._histograms: dict[str, dict[Labels, _Histogram]] = {
             name: {} for name, (kind, _) in TYPES.items() if kind == "histogram"
         }
+
+    def _shape(self, job: Job) -> str:
+        video = job.video
+        shape = f"{video.get('width')}x{video.get('height')}x{video.get('num_frames')}"
+        if len(self._shapes) < MAX_SHAPES:
+            self._shapes.add(shape)
+        return shape if shape in self._shapes else "other"
 
     def count(self, name: str, amount: float = 1.0, **labels: str) -> None:
         series, key = self._values[name], tuple(sorted(labels.items()))
@@ -84,6 +98,7 @@ class Metrics:
             "h3_job_duration_seconds",
             job.completed_at - job.created_at,
             task=str(job.video.get("task", "unknown")),
+            shape=self._shape(job),
         )
         for phase, seconds in job.timings.items():
             self.observe("h3_stage_duration_seconds", seconds, stage=phase)

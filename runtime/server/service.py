@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from loader.errors import RequestError, WorkerError
 from runtime.server.admission import Admission
@@ -20,8 +20,9 @@ from runtime.server.fetch import Fetcher
 from runtime.server.jobs import COMPLETED, QUEUED, Job, JobStore
 from runtime.server.live import LiveVideos
 from runtime.server.metrics import Metrics
-from runtime.server.starts import Starts
+from runtime.server.starts import Starts, weights_read
 from runtime.server.supervisor import FAILED, READY, WorkerStatus
+from runtime.server.tracing import Tracing
 
 VERSION = "2026.12.0"
 CONCURRENT_ADMISSIONS = 4
@@ -78,7 +79,9 @@ class Service:
             if make_engine
             else Dispatcher(config, self.store, self.metrics, self.starts, self.live)
         )
-        self.store.listeners += [self.feeds.on_job, self._learn]
+        self.tracing = Tracing(VERSION)
+        self.store.listeners += [self.feeds.on_job, self._learn, self.tracing.on_job]
+        self.starts.listeners += [self._count_weights, self.tracing.on_start]
         self._opening: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -89,6 +92,7 @@ class Service:
     async def close(self) -> None:
         """Stop the worker and release the state directory."""
         await self.engine.close()
+        await asyncio.to_thread(self.tracing.close)
         self.store.close()
 
     def refuse_if_unavailable(self) -> None:
@@ -121,6 +125,11 @@ class Service:
         if "first_dit_entry" in headline:
             metrics.set("h3_first_dit_forward_seconds", headline["first_dit_entry"])
         metrics.set("h3_build_info", 1, version=VERSION, bundle=self.bundle.identity)
+
+    def _count_weights(self, start: Mapping[str, Any]) -> None:
+        for component, (size, seconds) in weights_read(start).items():
+            self.metrics.count("h3_weights_read_bytes_total", size, component=component)
+            self.metrics.set("h3_weights_read_seconds", seconds, component=component)
 
     def _learn(self, job: Job) -> None:
         if job.status == COMPLETED and job.started_at is not None and job.completed_at is not None:

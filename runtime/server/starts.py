@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class Starts:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
+        self.listeners: list[Callable[[Mapping[str, Any]], None]] = []
         self._starts: list[dict[str, Any]] = []
         for path in sorted(directory.glob("start-*.json"), reverse=True)[:KEPT_STARTS]:
             try:
@@ -50,6 +51,8 @@ class Starts:
         self._starts.insert(0, start)
         del self._starts[KEPT_STARTS:]
         self._store(start)
+        for listener in self.listeners:
+            listener(start)
 
     def _store(self, start: Mapping[str, Any]) -> None:
         part = self._directory / "start.part"
@@ -86,6 +89,19 @@ class Starts:
     @property
     def last_headline(self) -> dict[str, float]:
         return dict(self._starts[0]["headline"]) if self._starts else {}
+
+
+def weights_read(start: Mapping[str, Any]) -> dict[str, tuple[int, float]]:
+    """Component → (bytes, seconds from its first byte to its last), from the spans `load <component>` of a start."""
+    events = (start.get("trace") or {}).get("traceEvents", [])
+    found = {}
+    for event in events:
+        name = str(event.get("name")) if isinstance(event, dict) else ""
+        if name.startswith("load ") and event.get("ph") == "X":
+            size, micros = (event.get("args") or {}).get("bytes"), event.get("dur")
+            if isinstance(size, int) and isinstance(micros, int | float):
+                found[name.removeprefix("load ")] = (size, micros / 1e6)
+    return found
 
 
 def to_svg(start: Mapping[str, Any]) -> str:

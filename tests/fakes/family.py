@@ -1,13 +1,15 @@
 """MiniMax-H3's request rules at the released sizes without a prepared directory, and the service run with them.
 
 `python tests/fakes/family.py --bundle DIR …` is `coldframe serve` with this family. `FAKE_SCHEDULES` names the prepared
-schedules (`t2va=fasth3-8,fl2va=base-49`).
+schedules (`t2va=fasth3-8,fl2va=base-49`). `FAKE_IMPORTS` is a file that collects when (Unix ns) which module of OpenTelemetry
+was looked for; with `FAKE_NO_OTEL` they are not found.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,18 @@ class FakeFamily:
         return Prepared(request, f"{request.task}/{request.schedule.name}", media, request.report())
 
 
+class ImportLog:
+    """Finder before all others that writes down what is looked for, and finds nothing."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] != "opentelemetry":
+            return
+        with Path(os.environ["FAKE_IMPORTS"]).open("a") as file:
+            file.write(f"{time.time_ns()} {name}\n")
+        if os.environ.get("FAKE_NO_OTEL"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 def open_fake(directory: Path) -> Any:
     from runtime.server.bundle import OpenBundle
 
@@ -74,6 +88,8 @@ def fetcher_for_tests() -> Any:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
+    if os.environ.get("FAKE_IMPORTS"):
+        sys.meta_path.insert(0, ImportLog())  # type: ignore[arg-type]
     from runtime.server.main import config_from_arguments, serve
 
     config = config_from_arguments(sys.argv[1:])

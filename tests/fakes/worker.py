@@ -24,6 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+ORIGIN_UNIX_NS = time.time_ns()
+
 
 def emit(**event: Any) -> None:
     sys.stdout.write(json.dumps(event) + "\n")
@@ -73,20 +75,23 @@ def write_mp4(path: Path, num_frames: int, width: int = 192, height: int = 128, 
 
 def trace() -> dict[str, Any]:
     """A start's timeline in Chrome trace-event form."""
-    lanes = {1: "main", 2: "reader", 3: "uploader"}
+    lanes = {1: "main", 2: "reader", 3: "uploader", 4: "weights", 5: "groups"}
     events: list[dict[str, Any]] = [
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": tid, "args": {"name": name}}
         for tid, name in lanes.items()
     ]
-    spans = [
+    spans: list[tuple[Any, ...]] = [
         ("import torch", 1, 0.05, 2.9),
         ("conditioner", 1, 2.9, 3.3),
         ("first step", 1, 3.3, 4.1),
         ("read transformer", 2, 0.2, 3.0),
         ("upload text_encoder", 3, 0.4, 2.0),
         ("upload transformer", 3, 2.0, 3.6),
+        ("load text_encoder", 4, 0.4, 2.0, 3 << 30),
+        ("load transformer", 4, 2.0, 3.6, 1 << 30),
+        ("group transformer/0", 5, 2.0, 2.1, 1 << 20),
     ]
-    for name, tid, start, end in spans:
+    for name, tid, start, end, *size in spans:
         events.append(
             {
                 "name": name,
@@ -95,7 +100,7 @@ def trace() -> dict[str, Any]:
                 "tid": tid,
                 "ts": start * 1e6,
                 "dur": (end - start) * 1e6,
-                "args": {},
+                "args": {"bytes": size[0]} if size else {},
             }
         )
     headline = {"first_read": 0.2, "torch_ready": 2.9, "first_dit_entry": 3.3, "all_weights_resident": 3.6}
@@ -103,7 +108,13 @@ def trace() -> dict[str, Any]:
         events.append(
             {"name": name, "ph": "i", "s": "p", "pid": 1, "tid": 1, "ts": seconds * 1e6, "args": {}}
         )
-    return {"traceEvents": events, "displayTimeUnit": "ms", "headline": headline, "facts": {"device": "fake"}}
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "headline": headline,
+        "facts": {"device": "fake"},
+        "origin_unix_ns": ORIGIN_UNIX_NS,
+    }
 
 
 class FakeWorker:

@@ -77,6 +77,7 @@ def test_the_worker_sees_neither_keys_nor_service_settings() -> None:
         "COLDFRAME_API_KEYS": "k",
         "COLDFRAME_API_KEYS_SHA256": "h",
         "COLDFRAME_DEVICE": "cpu",
+        "OTEL_EXPORTER_OTLP_HEADERS": "authorization=secret",
         **OPEN,
     }
     assert worker_environment(environ) == {"PATH": "/bin", "COLDFRAME_DEVICE": "cpu", "COLDFRAME_BUNDLE": "b"}

@@ -62,7 +62,10 @@ def test_metrics_after_jobs_of_every_outcome(service: ServiceProcess) -> None:
     assert values['h3_jobs_total{outcome="completed"}'] == 1
     assert values['h3_jobs_total{outcome="internal"}'] == 1
     assert values['h3_jobs_total{outcome="invalid_request"}'] == 1
-    assert values['h3_job_duration_seconds_count{task="t2va"}'] == 1
+    assert values['h3_job_duration_seconds_count{shape="1344x768x124",task="t2va"}'] == 1
+    assert values['h3_weights_read_bytes_total{component="text_encoder"}'] == 3 << 30
+    assert values['h3_weights_read_bytes_total{component="transformer"}'] == 1 << 30
+    assert values['h3_weights_read_seconds{component="transformer"}'] == 1.6
     assert values["h3_jobs_running"] == values["h3_jobs_queued"] == 0
     assert values["h3_worker_ready"] == 1
     assert values["h3_first_dit_forward_seconds"] == 3.3
@@ -96,7 +99,13 @@ def test_the_exposition_parses_for_any_label_and_value(label: str, seconds: list
 def test_the_last_start_as_data_trace_and_picture(service: ServiceProcess) -> None:
     starts = service.client.get("/v1/startup").json()["data"]
     assert starts[0]["headline"]["first_dit_entry"] == 3.3
-    assert {span["track"] for span in starts[0]["spans"]} == {"main", "reader", "uploader"}
+    assert {span["track"] for span in starts[0]["spans"]} == {
+        "main",
+        "reader",
+        "uploader",
+        "weights",
+        "groups",
+    }
     assert all(0 <= span["start_s"] <= span["end_s"] for span in starts[0]["spans"])
     trace = service.client.get("/v1/startup", params={"format": "trace"}).json()
     assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X", "i"}

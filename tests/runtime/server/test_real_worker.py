@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import pytest
 
 from prepare.cli import prepare_main
 from runtime.media.check import Mp4Expectation, check_mp4
+from runtime.server.spans import trace_of_start
 from scripts.tiny_checkpoint import write_tiny_checkpoint
 from tests.fakes.service import KEY, ROOT, ServiceProcess, is_running, until
 
@@ -120,6 +123,25 @@ def test_the_start_is_told(real: RealService) -> None:
     headline = real.client.get("/v1/startup").json()["data"][0]["headline"]
     assert 0 < headline["torch_ready"] < headline["first_dit_entry"] < headline["mp4_complete"]
     assert httpx.get(f"{real.url}/livez").json() == {"status": "ok"}
+
+
+def test_the_weights_of_the_start_are_counted_and_can_be_traced(real: RealService) -> None:
+    text = real.client.get("/metrics").text
+    read = dict(re.findall(r'h3_weights_read_bytes_total\{component="(\w+)"\} (\S+)', text))
+    took = dict(re.findall(r'h3_weights_read_seconds\{component="(\w+)"\} (\S+)', text))
+    assert {"text_encoder", "transformer"} <= set(read) == set(took)
+    assert all(float(value) > 0 for value in (*read.values(), *took.values()))
+    stored = json.loads(sorted((real.state / "starts").glob("start-*.json"))[-1].read_text())
+    trace = trace_of_start(stored)
+    assert trace is not None
+    # Unix time, not the host's monotonic clock: the start began before it was ready, within this test's limit.
+    assert 0 < stored["ready_at"] - trace.root.start_ns / 1e9 < 300
+    loads = {
+        span.name: span.attributes["coldframe.bytes"]
+        for span in trace.children
+        if span.name.startswith("load ")
+    }
+    assert loads == {f"load {component}": int(float(size)) for component, size in read.items()}
 
 
 def test_torch_stays_in_the_worker(real: RealService) -> None:
