@@ -8,10 +8,19 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import socket
 
 STUCK = "stopped, still in a system call"  # what `Child.stop` returns for a process that cannot be killed now
 FIRST_FD = 3  # of the descriptors in the child
 _ABOVE_CHILD_FDS = 16
+_RUN_MODULE = (
+    "import sys; from importlib import import_module; count = int(sys.argv[2]); "
+    "sys.path += sys.argv[3 : 3 + count]; "  # behind the standard library
+    "import_module(sys.argv[1]).main(sys.argv[3 + count :])"
+)
 _REAP_S = 5.0
 
 
@@ -60,7 +69,27 @@ def parent_argument() -> str:
     return str(os.getpid() if is_main else 0)
 
 
-def search_path() -> list[str]:
+def spawn_module(module: str, arguments: Sequence[str] = ()) -> tuple[Child, socket.socket]:
+    """Run `main` of `module`, which may import what this process can, and our end of a packet socket to it.
+
+    `main` gets the number of its end, `parent_argument()` and `arguments`.
+    Raises: OSError: no child process here.
+    """
+    import socket  # a reader alone needs none
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        paths = _search_path()
+        given = [module, str(len(paths)), *paths, str(FIRST_FD), parent_argument(), *arguments]
+        return spawn(["-c", _RUN_MODULE], given, [theirs.fileno()]), ours
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+
+
+def _search_path() -> list[str]:
     """Where a child finds `loader` and `cuda.bindings`: this package's parent, then this process's own path."""
     here = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))  # noqa: PTH120 - before pathlib is imported
     return list(dict.fromkeys([here, *(os.path.abspath(path) for path in sys.path)]))  # noqa: PTH100 - links stay

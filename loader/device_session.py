@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from loader.arena import DeviceArena, allocate_arena
 from loader.budget import RingChoice
 from loader.child_process import STUCK
-from loader.driver import Driver, PinningRefused
+from loader.driver import Driver, PinningRefused, require_memory
 from loader.errors import CapabilityError, WorkerError
 from loader.load_plan import LoadPlan
 from loader.progress import LoadProgress
@@ -100,15 +100,7 @@ class DeviceSession:
 
             self.unpacker = Unpacker(self.driver, self._unpack)
             beside = self.unpacker.sizes.device_bytes
-        free, total = self.driver.memory_info()
-        if plan.arena_bytes + beside + reserve_bytes > free:
-            raise CapabilityError(
-                "device memory is short",
-                where=f"cuda:{ordinal}",
-                found=f"{free} of {total} bytes free",
-                expected=f"{plan.arena_bytes} bytes of arenas, {beside} to unpack in and {reserve_bytes} in reserve",
-                hint="stop what else holds the card, or load fewer groups",
-            )
+        require_memory(self.driver, ordinal, plan.arena_bytes, beside, reserve_bytes)
         start = time.monotonic_ns()
         for index, arena in enumerate(plan.arenas):
             self.arenas[index] = allocate_arena(arena.name, arena.bytes, self.driver, self.context)

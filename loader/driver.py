@@ -132,6 +132,19 @@ class Importer(Protocol):
     def expose(self, arena: DeviceArena) -> object: ...
 
 
+def require_memory(driver: Driver, ordinal: int, arenas: int, beside: int, reserve: int) -> None:
+    """Raises: CapabilityError: the device has less free than these bytes of arenas, to unpack in and in reserve."""
+    free, total = driver.memory_info()
+    if arenas + beside + reserve > free:
+        raise CapabilityError(
+            "device memory is short",
+            where=f"cuda:{ordinal}",
+            found=f"{free} of {total} bytes free",
+            expected=f"{arenas} bytes of arenas, {beside} to unpack in and {reserve} in reserve",
+            hint="stop what else holds the card, or load fewer groups",
+        )
+
+
 def address_of(memory: object) -> int:
     """Address of a writable buffer."""
     import ctypes

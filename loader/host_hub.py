@@ -21,12 +21,12 @@ from loader.host_link import (
     ENDED,
     GREETING,
     JOIN,
+    JOIN_S,
     MAGIC,
     REQUESTS_OF_MEMBER,
     receive_messages,
 )
 
-JOIN_S = 60.0
 _PEER = 12  # bytes of struct ucred
 _ENDING_S = 5.0  # for the leader to find out how the reader ended
 

@@ -26,6 +26,7 @@ BYE, ENDED = 101, 102  # message kinds beside those of the reader
 ROWS_OF_MEMBER = 1 << 40  # each member's part of the rows memory
 REQUESTS_OF_MEMBER = 1 << 24
 _CONNECT_STEP_S = 0.005
+JOIN_S = 60.0  # for a rank to find the hub, and for the hub to be joined
 
 
 def socket_address(run: str, first_rank: int) -> str:

@@ -13,14 +13,12 @@ from pathlib import Path
 
 from loader import budget
 from loader import reader as wire
-from loader.host_link import HostLink, join_host
 from loader.host_plan import HostPlan
 from loader.hub_link import HubProcess, spawn_hub
 from loader.options import StreamOptions
 from loader.plan_wire import VERIFY_LEVELS, ReadSettings, encode_plan
 from loader.reader_link import ChildReader, spawn_reader
 
-JOIN_S = 60.0
 _CPUS_OF_A_RANK = 3  # the import, the uploader and its driver
 
 
@@ -58,10 +56,6 @@ class HostReader:
         self._reader.close()  # the hub has it all; its process is still ours to end
         self._thread = threading.Thread(target=self._watch, name="coldframe-host-reader", daemon=True)
         self._thread.start()
-
-    def join(self, member: int) -> HostLink:
-        """The leader's own link, like any other rank's."""
-        return join_host(self.address, member, JOIN_S)
 
     def wait_closed(self, timeout_s: float | None = None) -> bool:
         """Until all members have left and hub and reader have ended; whether that is so."""

@@ -8,13 +8,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 
-from loader.child_process import FIRST_FD, Child, parent_argument, search_path, spawn
-
-_PROGRAM = (
-    "import sys; count = int(sys.argv[1]); "
-    "sys.path += sys.argv[2 : 2 + count]; "  # behind the standard library
-    "from loader.host_hub import main; main(sys.argv[2 + count :])"
-)
+from loader.child_process import Child, spawn_module
 
 
 class HubProcess:
@@ -59,14 +53,8 @@ class HubProcess:
 
 def spawn_hub() -> HubProcess:
     """Start a hub that waits for its work. Raises: OSError: no child process here."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        paths = search_path()
-        arguments = [str(len(paths)), *paths, str(FIRST_FD), parent_argument()]
-        child = spawn(["-c", _PROGRAM], arguments, [theirs.fileno()])
+        child, ours = spawn_module("loader.host_hub")
     except OSError as error:
-        ours.close()
         raise OSError(f"no process between reader and ranks: {error}") from error
-    finally:
-        theirs.close()
     return HubProcess(child, ours)

@@ -180,6 +180,8 @@ class Upload:
             raise Refused(error) from error
 
     def _open(self, ordinal: int) -> None:
+        from loader.driver import require_memory
+
         work, driver = self._work, self._driver
         start = time.monotonic_ns()
         beside = 0
@@ -188,15 +190,7 @@ class Upload:
 
             self._unpacker = Unpacker(driver, work.unpack)
             beside = self._unpacker.sizes.device_bytes
-        free, total = driver.memory_info()
-        if sum(work.arenas) + beside + work.reserve_bytes > free:
-            raise CapabilityError(
-                "device memory is short",
-                where=f"cuda:{ordinal}",
-                found=f"{free} of {total} bytes free",
-                expected=f"{sum(work.arenas)} bytes of arenas, {beside} to unpack in and {work.reserve_bytes} in reserve",
-                hint="stop what else holds the card, or load fewer groups",
-            )
+        require_memory(driver, ordinal, sum(work.arenas), beside, work.reserve_bytes)
         fds: list[int] = []
         try:
             for size in work.arenas:

@@ -7,14 +7,9 @@ import socket
 from collections.abc import Sequence
 
 from loader import upload_wire as talk
-from loader.child_process import FIRST_FD, Child, parent_argument, search_path, spawn
+from loader.child_process import Child, spawn_module
 from loader.devices import device_ordinal
 
-_PROGRAM = (
-    "import sys; count = int(sys.argv[1]); "
-    "sys.path += sys.argv[2 : 2 + count]; "  # behind the standard library
-    "from loader.upload_process import main; main(sys.argv[2 + count :])"
-)
 _END_S = 5.0  # for a context to be torn down
 
 
@@ -90,14 +85,8 @@ def spawn_uploader(device: str = "cuda", driver: str = "") -> UploaderProcess:
     Raises: OSError: no child process here. CapabilityError: `device` is not a CUDA device's name.
     """
     ordinal = device_ordinal(device)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        paths = search_path()
-        arguments = [str(len(paths)), *paths, str(FIRST_FD), parent_argument(), str(max(ordinal, 0)), driver]
-        child = spawn(["-c", _PROGRAM], arguments, [theirs.fileno()])
+        child, ours = spawn_module("loader.upload_process", [str(max(ordinal, 0)), driver])
     except OSError as error:
-        ours.close()
         raise OSError(f"no uploader process: {error}") from error
-    finally:
-        theirs.close()
     return UploaderProcess(child, ours, max(ordinal, 0), driver)

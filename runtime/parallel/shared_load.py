@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loader.errors import CapabilityError
-from loader.host_link import join_host, socket_address
+from loader.host_link import JOIN_S, join_host, socket_address
 from loader.host_plan import host_plan
-from loader.host_reader import JOIN_S, HostReader
+from loader.host_reader import HostReader
 from loader.load_plan import plan_load
 from loader.stream import start
 from runtime.parallel.environment import RankEnvironment

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from loader.torch_api import torch_dtype
 from prepare.families.minimax_h3.recipe import build_recipe
 from prepare.recipe import OutputTensor
 from prepare.shards import cut_tensor
@@ -17,7 +18,6 @@ from runtime.families.minimax_h3.config import H3Config
 from runtime.families.minimax_h3.shards import cut_of
 
 TABLE = "bench.t2va"
-_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
 
 class RandomTransformerWeights:
@@ -29,7 +29,7 @@ class RandomTransformerWeights:
     """
 
     def __init__(self, config: H3Config, device: str, dtype: str, rank: int = 0, size: int = 1) -> None:
-        self._config, self._device, self._dtype = config, device, _DTYPES[dtype]
+        self._config, self._device, self._dtype = config, device, torch_dtype(dtype)
         self._rank, self._size = rank, size
         groups = build_recipe(config, "diffusers", ("t2va",), dtype).groups
         self._groups = {group.name: group.tensors for group in groups if group.component == "transformer"}
@@ -65,7 +65,7 @@ class RandomTransformerWeights:
         return tensor if cut is None else cut_tensor(tensor, cut)
 
     def _random(self, tensor: OutputTensor) -> Tensor:
-        dtype = _DTYPES[tensor.spec.dtype]
+        dtype = torch_dtype(tensor.spec.dtype)
         if len(tensor.spec.shape) == 1:
             return torch.ones(tensor.spec.shape, dtype=dtype, device=self._device)
         return torch.empty(tensor.spec.shape, dtype=dtype, device=self._device).normal_(0, 0.02)

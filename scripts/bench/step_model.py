@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from loader.torch_api import torch_dtype
 from prepare.families.minimax_h3.published import TRANSFORMER, published_tensors
 from prepare.families.minimax_h3.recipe import build_recipe
 from runtime.families.minimax_h3.canvas import audio_latents, latent_frames
@@ -33,7 +34,6 @@ from runtime.families.minimax_h3.packing import KIND_AUDIO, PackedSequence, pack
 from runtime.ops.attention import Attention
 
 _KEY, _STEP = "bench.t2va", "step.000"
-_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 _VIDEO, _AUDIO = 0.3, 0.55  # timesteps of the evaluation
 
 
@@ -78,7 +78,7 @@ class RandomWeights:
         return True
 
     def _random(self, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        empty = torch.empty(shape, dtype=_DTYPES[dtype], device=self._device)
+        empty = torch.empty(shape, dtype=torch_dtype(dtype), device=self._device)
         return empty.fill_(1.0) if len(shape) == 1 else empty.normal_(0, 0.02)
 
     def _split(self, tensor: Tensor, parts: Sequence[Any]) -> Tensor:

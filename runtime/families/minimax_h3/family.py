@@ -110,6 +110,8 @@ class MiniMaxH3:
         condition_on_zeros(self._job_input(prepared), self._manifest, compute, self._make_job(compute))
 
     def warm_up_denoiser(self, prepared: Prepared, compute: Compute, items: Sequence[str]) -> None:
+        if not items:
+            return  # nor wait for the device, or for an import, on the way to the first step
         from runtime.families.minimax_h3.model.warm_denoiser import warm_denoiser
 
         warm_denoiser(self._job_input(prepared), self._manifest, compute, items)

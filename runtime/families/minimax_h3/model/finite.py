@@ -49,6 +49,17 @@ class OutputCheck:
             )
 
 
+def require_finite_bounds(low: float, high: float, stage: str) -> None:
+    """Raise InternalError naming `stage` unless its least and greatest value are finite; NaN propagates to both."""
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise InternalError(
+            "non-finite output",
+            where=stage,
+            found=f"values from {low} to {high}",
+            expected="finite values",
+        )
+
+
 def require_finite(tensor: Tensor, stage: str) -> None:
     """Raise InternalError naming `stage` unless `tensor` is finite, not empty and not constant."""
     check = OutputCheck(stage)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from loader.errors import InternalError
+from runtime.families.minimax_h3.model.finite import require_finite_bounds
 from runtime.families.minimax_h3.model.video_vae_pixels import to_yuv420
 
 if TYPE_CHECKING:
@@ -40,7 +39,8 @@ class DecodedUnit:
         host = torch.frombuffer(target, dtype=torch.uint8, count=self._pixels.numel())
         host.copy_(self._pixels.flatten(), non_blocking=True)
         if self._pixels.device.type == "cpu":
-            _require_finite(self._bounds)
+            low, high = self._bounds.tolist()
+            require_finite_bounds(low, high, "decoded video")
             return None
         bounds = torch.empty(2, pin_memory=True)
         bounds.copy_(
@@ -51,18 +51,7 @@ class DecodedUnit:
 
         def wait() -> None:
             arrived.synchronize()
-            _require_finite(bounds)
+            low, high = bounds.tolist()
+            require_finite_bounds(low, high, "decoded video")
 
         return wait
-
-
-def _require_finite(bounds: Tensor) -> None:
-    """`bounds`: least and greatest pixel, on the CPU."""
-    low, high = bounds.tolist()
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise InternalError(
-            "non-finite output",
-            where="decoded video",
-            found=f"values from {low} to {high}",
-            expected="finite values",
-        )

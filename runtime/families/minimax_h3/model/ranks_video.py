@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from loader.errors import InternalError
-from runtime.families.minimax_h3.model.finite import require_finite
+from runtime.families.minimax_h3.model.finite import require_finite, require_finite_bounds
 from runtime.families.minimax_h3.model.job import JobInput
 from runtime.families.minimax_h3.model.video_decoder import VideoDecoder
 from runtime.families.minimax_h3.model.video_vae_pixels import to_yuv420
@@ -75,13 +73,7 @@ class RanksVideoUnits:
             yield ArrivedUnit(pixels)
         with self._control.section("check of the pixels"):
             low, high = self._units.bounds(self._ranks)
-        if not (math.isfinite(low) and math.isfinite(high)):
-            raise InternalError(
-                "non-finite output",
-                where="decoded video",
-                found=f"values from {low} to {high}",
-                expected="finite values",
-            )
+        require_finite_bounds(low, high, "decoded video")
 
     def close(self) -> None:
         """Finish the round under way, so that rank 0 may give the request up."""

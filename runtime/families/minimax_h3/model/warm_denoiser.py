@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from loader.errors import RequestError
 from loader.manifest import Manifest
+from loader.torch_api import torch_dtype
 from runtime.compute import Compute
 from runtime.families.minimax_h3.config import TransformerConfig
 from runtime.families.minimax_h3.model.adaln import ModulationTables
@@ -27,7 +28,6 @@ from runtime.parallel.prepared import whole_weights
 from runtime.samplers import euler_step
 
 ITEMS = ("memory", "products", "step")
-_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
 
 def check_items(items: Collection[str]) -> None:
@@ -45,7 +45,7 @@ def warm_denoiser(given: JobInput, manifest: Manifest, compute: Compute, items: 
     """
     check_items(items)
     rows, config = given.sequence.num_rows, given.config.transformer
-    dtype, device = _DTYPES[str(manifest.model["dtype"])], torch.device(compute.device)
+    dtype, device = torch_dtype(str(manifest.model["dtype"])), torch.device(compute.device)
     if "memory" in items:
         torch.empty(activation_bytes(config, rows, dtype.itemsize), dtype=torch.uint8, device=device)
     if "products" in items:

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from loader.manifest import Manifest
+from loader.torch_api import torch_dtype
 from runtime.compute import Compute
 from runtime.families.minimax_h3.model.job import H3Job, JobInput
 from runtime.schedules import Schedule
 from runtime.weights import WeightSource
-
-_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
 
 
 class ZeroWeights:
@@ -35,7 +34,7 @@ class ZeroWeights:
             records = [record for record in self._manifest.tensors.values() if record.group == group]
             self._groups[group] = {
                 self._manifest.local_name(record.name): torch.zeros(
-                    record.shape, dtype=_DTYPES[record.dtype], device=self._device
+                    record.shape, dtype=torch_dtype(record.dtype), device=self._device
                 )
                 for record in records
             }
@@ -44,7 +43,7 @@ class ZeroWeights:
     def rows(self, tensor: str, rows: Sequence[int]) -> Tensor:
         record = self._manifest.tensors[tensor]
         shape = (len(rows), *record.shape[1:])
-        return torch.zeros(shape, dtype=_DTYPES[record.dtype], device=self._device)
+        return torch.zeros(shape, dtype=torch_dtype(record.dtype), device=self._device)
 
     def is_ready(self, group: str) -> bool:
         return True
