@@ -61,7 +61,7 @@ _TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
 PARTS: Mapping[str, tuple[Bench, ...]] = {
     "tests": (
         Bench(
-            "gpu tests", ("-m", "pytest", "-q", "-x", "-m", "gpu", "-p", "no:cacheprovider", *_TESTS), 240
+            "gpu tests", ("-m", "pytest", "-q", "-m", "gpu", "--durations", "8", "-p", "no:cacheprovider", *_TESTS), 240
         ),
     ),
     "cold": (
