@@ -47,6 +47,8 @@ class PieceEncoder(Protocol):
     def encode(self, data: memoryview, dtype: str, piece_bytes: int) -> tuple[list[bytes], list[int]]:
         """(coded pieces, CRC-32 of each decoded piece).
 
+        The same data may be coded to other bytes, and slightly other sizes, by the next call; the sums are the same.
+
         Raises: InternalError: a piece did not decode to itself. CapabilityError: device memory is short.
         """
         ...

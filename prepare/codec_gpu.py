@@ -1,4 +1,9 @@
-"""Codes pieces on a GPU with nvCOMP and proves every one of them there: decoded, compared, its CRC-32 taken."""
+"""Codes pieces on a GPU with nvCOMP and proves every one of them there: decoded, compared, its CRC-32 taken.
+
+Bytes need not repeat: nvCOMP 6.0 codes the same array to other bytes from call to call in pieces of 64 KiB and more, and its
+headers promise nothing. So nothing here or in the loader compares coded bytes with an expectation, only with digests of
+what was written; what repeats is the CRC-32 of the decoded bytes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from loader.header import round_up
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from loader.codec.nvcomp import Nvcomp
+    from loader.codec.nvcomp import CompressOptions, Nvcomp
 
 
 class GpuEncoder:
@@ -76,9 +81,18 @@ class PieceBatch:
         room: bytes of device memory that each coded piece may take.
     """
 
-    def __init__(self, codec: Nvcomp, plain: Tensor, dtype: str, piece_bytes: int, stream: int) -> None:
+    def __init__(
+        self,
+        codec: Nvcomp,
+        plain: Tensor,
+        dtype: str,
+        piece_bytes: int,
+        stream: int,
+        options: CompressOptions | None = None,
+    ) -> None:
+        """`options`: others than those of prepare; then `dtype` is "" for `prove`."""
         self._codec, self._plain, self._piece_bytes = codec, plain, piece_bytes
-        self._dtype, self._options = dtype, codec.packing(dtype)
+        self._dtype, self._options = dtype, options or codec.packing(dtype)
         self._count = -(-plain.numel() // piece_bytes)
         self._stream = stream
         self.room = round_up(codec.most_packed_bytes(self._options, piece_bytes), 256)
@@ -98,13 +112,18 @@ class PieceBatch:
 
         return torch.empty(size, dtype=getattr(torch, dtype), device=self._plain.device)
 
-    def pack(self) -> tuple[Tensor, Tensor]:
-        """(pieces at multiples of `room`, their bytes). Raises: InternalError: a piece was not coded."""
+    def pack(self, fill: int = 0) -> tuple[Tensor, Tensor]:
+        """(pieces at multiples of `room`, their bytes). Raises: InternalError: a piece was not coded.
+
+        Output and scratch are set to `fill` before: bytes that the coder leaves alone are then those of no other memory.
+        """
         coded, sizes = self._empty(self._count * self.room), self._empty(self._count, "int64")
         statuses = self._empty(self._count, "int32")
         scratch = self._empty(
             self._codec.pack_scratch_bytes(self._options, self._count, self._piece_bytes) or 1
         )
+        coded.fill_(fill)
+        scratch.fill_(fill)
         sources, targets = (
             self._addresses(self._plain, self._piece_bytes),
             self._addresses(coded, self.room),

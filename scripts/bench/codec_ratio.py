@@ -118,21 +118,38 @@ def _entropy(plane: torch.Tensor) -> float:
 
 
 def _trained(encoder: GpuEncoder, path: Path) -> dict[str, Any]:
-    """Matrices of at least 16 KiB of a safetensors file (also inside a wheel), each type's as one; cast to bf16."""
+    """A safetensors file's matrices as bf16, cast where they are stored as another type, and as they are stored."""
+    matrices = read_matrices(path)
+    values = torch.cat([tensor.float().to(torch.bfloat16) for tensor in matrices.values()]).cuda()
+    kind = "as stored" if set(matrices) == {"BF16"} else "trained, cast to bf16 here"
+    stored = {
+        dtype: round(_coded_bytes(encoder, data, dtype) / len(data), 4)
+        for dtype, tensor in matrices.items()
+        if (data := _bytes(tensor))
+    }
+    sizes = {dtype: tensor.numel() for dtype, tensor in matrices.items()}
+    return {
+        "values": values.numel(),
+        "stored_as": sizes,
+        "kind": kind,
+        **_planes(encoder, values),
+        "as_stored": stored,
+    }
+
+
+def read_matrices(path: Path) -> dict[str, torch.Tensor]:
+    """Type -> values of all tensors of it with at least 8192, of a safetensors file, also inside a wheel; on the CPU."""
     data = path.read_bytes() if path.suffix == ".safetensors" else _inside_wheel(path)
     length = int.from_bytes(data[:8], "little")
     table: dict[str, Any] = json.loads(data[8 : 8 + length])
-    parts, dtypes = [], Counter[str]()
+    parts: dict[str, list[torch.Tensor]] = {}
     for name, entry in table.items():
         if name == "__metadata__" or entry["dtype"] not in TYPES or math.prod(entry["shape"]) < 8192:
             continue
         begin, end = (8 + length + place for place in entry["data_offsets"])
         tensor = torch.frombuffer(bytearray(data[begin:end]), dtype=TYPES[entry["dtype"]])
-        parts.append(tensor.float().to(torch.bfloat16))
-        dtypes[entry["dtype"]] += tensor.numel()
-    values = torch.cat(parts).cuda()
-    kind = "as stored" if set(dtypes) == {"BF16"} else "trained, cast to bf16 here"
-    return {"values": values.numel(), "stored_as": dict(dtypes), "kind": kind, **_planes(encoder, values)}
+        parts.setdefault(entry["dtype"], []).append(tensor)
+    return {dtype: torch.cat(tensors) for dtype, tensors in parts.items()}
 
 
 def _inside_wheel(path: Path) -> bytes:

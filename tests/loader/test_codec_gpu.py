@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 
-from loader.errors import ArtifactError, WorkerError
+from loader.codec.nvcomp import Nvcomp
+from loader.errors import ArtifactError, InternalError, WorkerError
 from loader.load_plan import plan_load
 from loader.manifest import CHUNK_BYTES, read_manifest
 from loader.options import StreamOptions
 from loader.stream import start
 from prepare.codec import CodecLimits, Coding
 from prepare.codec_directory import encode_directory
-from prepare.codec_gpu import GpuEncoder
+from prepare.codec_gpu import GpuEncoder, PieceBatch
 from tests.loader.coded import flip
 from tests.loader.prepared import Prepared, write_prepared
 from tests.loader.rungs import raw_bytes
@@ -46,17 +48,42 @@ def _normal(dtype: str, count: int, seed: int) -> bytearray:
     return bytearray(raw_bytes(values.to(TORCH[dtype]).contiguous()))
 
 
+def _decode_sums(data: bytearray, dtype: str, piece_bytes: int, pieces: list[bytes]) -> list[int]:
+    """CRC-32 of what stored pieces decode to. Raises: InternalError: not the bytes of `data`."""
+    plain = torch.frombuffer(data, dtype=torch.uint8).cuda()
+    stream = torch.cuda.current_stream().cuda_stream
+    batch = PieceBatch(Nvcomp(), plain, dtype, piece_bytes, stream)
+    stored = bytearray(b"".join(piece.ljust(batch.room, b"\xee") for piece in pieces))
+    sizes = torch.tensor([len(piece) for piece in pieces], dtype=torch.int64).cuda()
+    return batch.prove(torch.frombuffer(stored, dtype=torch.uint8).cuda(), sizes)
+
+
 @pytest.mark.parametrize("piece_bytes", [4096, 65536, 262144])
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F8_E4M3", "U8"])
 @pytest.mark.parametrize("count", [1, 255, 262144, 700_001])
-def test_pieces_prove_themselves_and_bytes_repeat(
+def test_every_coding_decodes_to_the_values_and_sums_repeat(
     encoder: GpuEncoder, dtype: str, count: int, piece_bytes: int
 ) -> None:
-    """`encode` decodes and compares on the device, and checks its CRC-32 against zlib's; here: the same bytes twice."""
+    """Coded twice, the bytes may differ; pieces of either coding decode to the values, also mixed in one call."""
     data = _normal("BF16" if dtype == "U8" else dtype, count, seed=count)
+    starts = range(0, len(data), piece_bytes)
+    wanted = [zlib.crc32(data[start : start + piece_bytes]) for start in starts]
     pieces, sums = encoder.encode(data, dtype, piece_bytes)
-    assert len(pieces) == len(sums) == -(-len(data) // piece_bytes)
-    assert encoder.encode(data, dtype, piece_bytes) == (pieces, sums)
+    others, other_sums = encoder.encode(data, dtype, piece_bytes)
+    assert sums == other_sums == wanted
+    mixed = [pair[number % 2] for number, pair in enumerate(zip(pieces, others, strict=True))]
+    for stored in (pieces, others, mixed):
+        assert _decode_sums(data, dtype, piece_bytes, stored) == wanted
+    # What decides whether a tensor is coded is its size: a coding must not be far from the next one.
+    assert sum(map(len, others)) == pytest.approx(sum(map(len, pieces)), rel=0.01)
+
+
+def test_a_piece_of_other_values_is_not_proved(encoder: GpuEncoder) -> None:
+    data = _normal("BF16", 300_000, seed=2)
+    pieces, _ = encoder.encode(data, "BF16", 65536)
+    pieces[0], pieces[1] = pieces[1], pieces[0]
+    with pytest.raises(InternalError, match="does not decode to itself"):
+        _decode_sums(data, "BF16", 65536, pieces)
 
 
 @pytest.mark.parametrize("kind", ["zeros", "noise", "nan", "subnormal"])
