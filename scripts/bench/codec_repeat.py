@@ -49,7 +49,8 @@ def _variant(
         coded, sizes = batch.pack(fill=0x30 * number if is_filled else 0)
         batch.prove(coded, sizes)
         codings.append((coded.view(-1, batch.room), sizes))
-    (first, lengths), columns = codings[0], torch.arange(batch.room, device="cuda")
+    first, lengths = codings[0]
+    columns = torch.arange(batch.room, device=lengths.device)
     same_sizes = torch.ones_like(lengths, dtype=torch.bool)
     same_bytes, places, changed = same_sizes.clone(), [], []
     for coded, sizes in codings[1:]:
