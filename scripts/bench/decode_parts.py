@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ from scripts.bench.decode_weights import RandomDecoderWeights
 
 Figures = dict[str, Any]
 _REPEATS = 3
+_QUEUED = 8  # calls in a row, so that the device never waits for the host
+_NAME_LENGTH = 120
+_NAMED = 30  # operations of a unit that are listed, those that take longest
 
 
 class Parts:
@@ -91,7 +94,7 @@ class Parts:
         return figures
 
     def attention(self) -> Figures:
-        """A block's attention with all tiles of a unit, by backend."""
+        """A block's attention with all tiles of a unit, by backend: call by call, and calls that queue on the device."""
         vae, tokens = self.config.video_vae, self._tokens()
         heads, dim = vae.decoder_num_attention_heads, vae.decoder_attention_head_dim
         qkv = self._random(self.tiles, tokens, 3, heads, dim, dtype=self.decoder._network.compute_dtype)
@@ -100,7 +103,10 @@ class Parts:
         for backend in self._backends():
             attend = TileAttention(self.device, qkv.dtype, backend)
             ms = self._milliseconds(lambda attend=attend: attend(*qkv.unbind(2)))
-            figures[backend] = {"ms": ms, "tflops": flops / ms / 1e9}
+            queued = self._milliseconds(
+                lambda attend=attend: [attend(*qkv.unbind(2)) for _ in range(_QUEUED)]
+            )
+            figures[backend] = {"ms": ms, "queued_ms": queued / _QUEUED, "tflops": flops / ms / 1e9}
         return figures
 
     # --- one unit
@@ -167,11 +173,8 @@ class Parts:
         with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as recorded:
             self._unit(self.decoder)
         wanted = DeviceType.CUDA if is_cuda else DeviceType.CPU
-        spans = sorted(
-            (event.time_range.start, event.time_range.end)
-            for event in recorded.events()
-            if event.device_type == wanted
-        )
+        events = [event for event in recorded.events() if event.device_type == wanted]
+        spans = sorted((event.time_range.start, event.time_range.end) for event in events)
         if not spans:
             return {"count": 0, "note": "the profiler saw nothing on the device"}
         busy, until = 0.0, spans[0][0]
@@ -184,6 +187,7 @@ class Parts:
             "idle_ms": (span - busy) / 1e3,
             "idle_share": (span - busy) / span,
             "idle_us_per_launch": (span - busy) / len(spans),
+            "operations": _by_name((event.name, event.time_range.elapsed_us()) for event in events),
         }
 
     @torch.inference_mode()
@@ -335,6 +339,17 @@ class Parts:
     def _peak(self) -> float:
         is_cuda = self.device.type == "cuda"
         return round(torch.cuda.max_memory_allocated() / 2**30, 2) if is_cuda else 0.0
+
+
+def _by_name(events: Iterable[tuple[str, float]]) -> list[Figures]:
+    """(name, microseconds) of every operation -> count and milliseconds by name, the longest first; the rest as one."""
+    times: dict[str, list[float]] = {}
+    for name, us in events:
+        times.setdefault(name[:_NAME_LENGTH], []).append(us)
+    ordered = sorted(times.items(), key=lambda item: -sum(item[1]))
+    named, others = ordered[:_NAMED], [us for _, found in ordered[_NAMED:] for us in found]
+    rows = [*named, ("others", others)] if others else named
+    return [{"name": name, "count": len(found), "ms": round(sum(found) / 1e3, 3)} for name, found in rows]
 
 
 def _difference(found: Tensor, exact: Tensor) -> Figures:

@@ -13,7 +13,7 @@ import torch
 
 from runtime.families.minimax_h3.model.audio_vae import AudioDecoder
 from runtime.families.minimax_h3.model.video_decoder import VideoDecoder
-from scripts.bench.decode_parts import _in_halves, _three_products
+from scripts.bench.decode_parts import _NAMED, _by_name, _in_halves, _three_products
 from scripts.bench.decode_weights import RandomDecoderWeights
 from scripts.tiny_presets import preset
 
@@ -47,6 +47,19 @@ def test_halves_multiply_like_float32() -> None:
     bound = 2**-21 * (x.abs() @ w.abs())
     exact = x.double() @ w.double()
     assert ((_in_halves(x, _three_products(w)) - exact).abs() <= bound).all()
+
+
+def test_operations_are_summed_by_name_the_longest_first() -> None:
+    events = [
+        ("norm", 100.0),
+        ("product", 900.0),
+        ("norm", 50.0),
+        *((f"small {i}", 1.0) for i in range(_NAMED)),
+    ]
+    *named, others = _by_name(events)
+    assert named[:2] == [{"name": "product", "count": 1, "ms": 0.9}, {"name": "norm", "count": 2, "ms": 0.15}]
+    assert len(named) == _NAMED
+    assert others == {"name": "others", "count": 2, "ms": 0.002}
 
 
 @pytest.mark.slow
