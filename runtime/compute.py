@@ -22,7 +22,7 @@ class Compute:
         short_attention: for the conditioner and the refiner, whose length differs with every prompt: a backend
             without a plan per length.
         operators: fused operators; None runs the eager composition, which is the reference.
-        facts: what was chosen and why, for the timeline.
+        facts: what else was chosen and why; `report` has all of it.
     """
 
     device: str
@@ -30,6 +30,11 @@ class Compute:
     short_attention: Attention
     operators: Operators | None = None
     facts: dict[str, object] = field(default_factory=dict)
+
+    def report(self) -> dict[str, object]:
+        """What was chosen and why, for the timeline. Ask again after the warm-up: a first call may change the backend."""
+        choice = getattr(self.attention, "choice", None)
+        return self.facts if choice is None else {"attention": str(choice), **self.facts}
 
     def warm_attention(self, rows: int, heads: int, head_dim: int) -> None:
         """Build the attention plan of the denoiser's sequence on this thread, where torch keeps it."""
@@ -79,5 +84,5 @@ def choose_compute(
         DenseAttention(choice),
         DenseAttention(short),
         Operators(kernel_set),
-        {"attention": f"{choice.backend}: {choice.reason}", "operators": kernel_set.note or found},
+        {"operators": kernel_set.note or found},
     )

@@ -1,6 +1,6 @@
 """The nodes of a worker's start. Adding a component to the start means adding a node here.
 
-On the main thread: spawn (the reader, the uploader, and torch's libraries on their way into memory, first: all of
+On the main thread: spawn (the uploader, which reads as well, and torch's libraries on their way into memory, first: all of
 that goes on while the manifest is parsed) → manifest → load → family → torch → models → compute → warm-up. Beside it,
 on the request's thread: parse → tokens, pictures, packed layout, embedding rows; on another the conditioner's warm-up. The conditioner and the first step
 follow in `runtime.pipeline`, behind the load, because every group is waited for where it is used.
@@ -102,7 +102,7 @@ class WorkerStart:
         ]
 
     def spawn(self, results: Results) -> None:
-        """Spawn the reader's and, for a GPU, the uploader's process; without them the loader's fallbacks decide."""
+        """Spawn the process that reads, for a GPU the uploader's; without it the loader's fallbacks decide."""
         if not self.settings.bundle:
             raise RequestError(
                 "no prepared directory given", where="bundle", hint="coldframe prepare makes one"
@@ -118,9 +118,10 @@ class WorkerStart:
             self.preload = start_preload()
 
     def spawn_processes(self) -> None:
-        """The uploader for a GPU and the reader, unless a rung of the loader is forced that has none."""
+        """The uploader for a GPU, which reads as well, or a reader, unless a rung of the loader is forced that has neither."""
         self.spawn_uploader()
-        self.spawn_reader()
+        if self.uploader is None and self.settings.loader_path in ("", "A"):
+            self.spawn_reader()
 
     def spawn_uploader(self) -> None:
         if self.device == "cuda" and self.settings.loader_path in ("", "U"):
@@ -129,10 +130,9 @@ class WorkerStart:
             self.uploader = spawn_uploader(self.device)
 
     def spawn_reader(self) -> None:
-        if self.settings.loader_path in ("", "U", "A"):
-            from loader.reader_link import spawn_reader
+        from loader.reader_link import spawn_reader
 
-            self.reader = spawn_reader()
+        self.reader = spawn_reader()
 
     def import_loading(self) -> None:
         """What the nodes `manifest` and `load` import, all of it before torch's libraries are being mapped.
@@ -238,13 +238,14 @@ class WorkerStart:
 
         backend = self.settings.attention
         compute = choose_compute(self.device, self.directory, results["manifest"].kernels, backend)
-        self.timeline.note(**compute.facts)
+        self.timeline.note(**compute.report())
         return compute
 
     def warm_up(self, results: Results) -> None:
         """Initialise libraries on dummy data so that the first step pays for nothing; a CPU has nothing to gain."""
         if self.device == "cuda":
             results["family"].warm_up(results["request"], results["compute"])
+            self.timeline.note(**results["compute"].report())
 
     def warm_up_conditioner(self, results: Results) -> None:
         """The same for the conditioner of a waiting request, beside it: most of it is waiting for the driver."""

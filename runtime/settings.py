@@ -39,7 +39,8 @@ class Settings:
         encoder_preset: of that codec; the fastest by default, since the last unit's encoding is waited for.
         encoder_crf: constant quality, 0 to 51, lower is better.
         torch_trims: shortcuts of `import torch` to take, comma separated; `all` or `none`.
-        attention: backend of the denoiser on a GPU; `auto` takes cuDNN, another name that one or none.
+        attention: backend of the denoiser on a GPU; `auto` takes FlashAttention-3 where it is installed and the device is
+            an sm_90, else cuDNN; another name that one or none.
         warm_up: what of the first evaluation is paid behind the load: `all` as far as there is time, `none`, or some of
             memory, products, step, comma separated.
         cpu_threads: torch's threads on the CPU; 0: torch's own choice.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from kernels import flash3
-from kernels.attention import AttentionChoice, DenseAttention, choose_backend
+from kernels.attention import AttentionChoice, DenseAttention, choose_backend, warm_up
 from loader.errors import CapabilityError
+from runtime.ops.tile_attention import TileAttention
 
 # As the extension of fa3-fwd 0.0.3 registers it.
 SCHEMA = (
@@ -46,19 +48,53 @@ library.impl("fwd", fwd, "CPU")
 """
 
 
-@pytest.fixture(scope="class")
-def extension(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The stand-in, loaded by the code under test; without an `__init__.py`, like the package."""
-    folder = tmp_path_factory.mktemp("site")
-    (folder / "fa3_fwd").mkdir()
-    (folder / "fa3_fwd" / "_C.py").write_text(EXTENSION)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        flash3.load()
-        yield sys.modules["fa3_fwd._C"]
-        sys.modules["fa3_fwd._C"].library._destroy()
-        for name in ("fa3_fwd._C", "fa3_fwd"):
-            del sys.modules[name]
+def failing(statement: str) -> str:
+    """The stand-in with a statement before each call's work."""
+    return EXTENSION.replace("    calls.append", f"    {statement}\n    calls.append")
+
+
+CUDA = torch.device("cuda")
+MATH = AttentionChoice("math", "torch's own")
+AUTO = AttentionChoice("flash3", "test", otherwise=MATH)
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Puts a package on the path, without an `__init__.py` like the published ones."""
+
+    def write(source: str, package: str = "fa3_fwd") -> None:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "_C.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    yield write
+    for package in flash3.PACKAGES:
+        for name in (f"{package}._C", package):
+            library = getattr(sys.modules.pop(name, None), "library", None)
+            if library is not None:
+                library._destroy()
+
+
+@pytest.fixture
+def device_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
+    """A CUDA device of this capability with cuDNN 9.19, as far as choosing looks."""
+
+    def pretend(capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+
+    return pretend
+
+
+@pytest.fixture
+def extension(install: Install) -> Any:
+    """The stand-in, loaded by the code under test."""
+    install(EXTENSION)
+    flash3.load()
+    return sys.modules["fa3_fwd._C"]
 
 
 def operands(heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,24 +104,120 @@ def operands(heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return buffer[:, :heads], buffer[:, heads : heads + kv_heads], buffer[:, heads + kv_heads :]
 
 
-class TestWithTheExtension:
-    @pytest.mark.parametrize("causal", [False, True])
-    @pytest.mark.parametrize("scale", [None, 0.3])
-    @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2)])
-    def test_backend_is_attention(
-        self, causal: bool, scale: float | None, heads: int, kv_heads: int, extension: Any
-    ) -> None:
-        q, k, v = operands(heads, kv_heads)
-        found = DenseAttention(AttentionChoice("flash3", "test"))(q, k, v, causal=causal, scale=scale)
-        expected = DenseAttention(AttentionChoice("math", "test"))(
-            q.double(), k.double(), v.double(), causal=causal, scale=scale
-        )
-        assert found.shape == q.shape
-        assert torch.equal(found, expected.to(torch.bfloat16))  # both in float64, rounded once
-        assert found.flatten(1).data_ptr() == found.data_ptr()  # joining the heads copies nothing
-        strides, *arguments = extension.calls[-1]
-        assert strides[1:] == q.stride()
-        assert arguments == [scale, causal, 1]
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2)])
+@pytest.mark.parametrize("choice", [AttentionChoice("flash3", "test"), AUTO], ids=["named", "auto"])
+def test_backend_is_attention(
+    choice: AttentionChoice, causal: bool, scale: float | None, heads: int, kv_heads: int, extension: Any
+) -> None:
+    q, k, v = operands(heads, kv_heads)
+    found = DenseAttention(choice)(q, k, v, causal=causal, scale=scale)
+    expected = DenseAttention(MATH)(q.double(), k.double(), v.double(), causal=causal, scale=scale)
+    assert found.shape == q.shape
+    assert torch.equal(found, expected.to(torch.bfloat16))  # both in float64, rounded once
+    assert found.flatten(1).data_ptr() == found.data_ptr()  # joining the heads copies nothing
+    strides, *arguments = extension.calls[-1]
+    assert strides[1:] == q.stride()
+    assert arguments == [scale, causal, 1]
+
+
+def test_nothing_is_loaded_before_the_warm_up(
+    install: Install, device_of: Callable[[tuple[int, int]], None]
+) -> None:
+    install(EXTENSION)
+    device_of((9, 0))
+    choice = choose_backend(CUDA, torch.bfloat16)
+    attention = DenseAttention(choice)
+    assert (choice.backend, choice.of_torch.backend) == ("flash3", "cudnn")
+    assert str(choice) == "flash3: package fa3_fwd"
+    assert "fa3_fwd._C" not in sys.modules
+    warm_up(attention, num_rows=5, num_heads=2, head_dim=8, device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert sys.modules["fa3_fwd._C"].calls == [((240, 48, 8, 1), None, False, 1)]  # the strides of the model
+    assert attention.choice == choice
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "expected"),
+    [
+        ((9, 0), torch.bfloat16, "cudnn: cuDNN 91900; not flash3: none of the packages fa3_fwd, flash_attn_3 is installed"),
+        ((9, 0), torch.float16, "cudnn: cuDNN 91900; not flash3: dtype is torch.float16"),
+        ((10, 0), torch.bfloat16, "cudnn: cuDNN 91900; not flash3: device is not sm_90"),
+        ((8, 9), torch.bfloat16, "flash: device is older than sm_90; not flash3: device is not sm_90"),
+    ],
+    ids=["no-package", "float16", "sm_100", "sm_89"],
+)  # fmt: skip
+def test_elsewhere_auto_chooses_as_before_and_says_why(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    expected: str,
+    device_of: Callable[[tuple[int, int]], None],
+) -> None:
+    device_of(capability)
+    assert str(choose_backend(CUDA, dtype)) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("raise ImportError('libcudart.so.99: cannot open')", "cannot be loaded"),
+        ("", "cannot be loaded"),
+        (EXTENSION.replace("softmax_scale", "scale"), "another form"),
+        (failing("raise RuntimeError('no head dim 16 here')"), "no head dim 16"),
+    ],
+    ids=["wrong-library", "registers-nothing", "other-form", "refuses-the-shape"],
+)  # fmt: skip
+def test_package_that_fails_its_first_call_leaves_its_place_to_torch(
+    source: str, message: str, install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(source)
+    attention, given = DenseAttention(AUTO), operands(3, 3)
+    with caplog.at_level(logging.WARNING):
+        found = [attention(*given), attention(*given)]
+    assert all(torch.equal(out, DenseAttention(MATH)(*given)) for out in found)
+    assert attention.choice.backend == "math"
+    assert attention.choice.reason.startswith("torch's own; not flash3: ")
+    assert message in attention.choice.reason
+    assert len(caplog.records) == 1  # it is not tried again
+    with pytest.raises((CapabilityError, RuntimeError), match=message):
+        DenseAttention(AttentionChoice("flash3", "requested"))(*given)
+
+
+def test_backend_does_not_change_after_the_first_call(install: Install) -> None:
+    install(failing("if calls: raise RuntimeError('device lost')"))
+    attention, given = DenseAttention(AUTO), operands(3, 3)
+    attention(*given)
+    with pytest.raises(RuntimeError, match="device lost"):
+        attention(*given)
+    assert attention.choice == AUTO
+
+
+def test_lack_of_memory_is_no_reason_to_change(install: Install) -> None:
+    install(failing("raise torch.OutOfMemoryError('full')"))
+    attention = DenseAttention(AUTO)
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        attention(*operands(3, 3))
+    assert attention.choice == AUTO
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 16), (torch.bfloat16, 12)])
+def test_operands_it_is_not_compiled_for_go_to_torch(
+    dtype: torch.dtype, head_dim: int, extension: Any
+) -> None:
+    given = torch.randn(7, 3, 2, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype).unbind(1)
+    attention = DenseAttention(AUTO)
+    assert torch.equal(attention(*given), DenseAttention(MATH)(*given))
+    assert extension.calls == []
+    assert attention.choice == AUTO
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tiles_keep_cudnn(
+    dtype: torch.dtype, install: Install, device_of: Callable[[tuple[int, int]], None]
+) -> None:
+    install(EXTENSION)
+    device_of((9, 0))
+    assert TileAttention(CUDA, dtype).backend == "cudnn"
 
 
 def test_nothing_is_loaded_to_say_why_it_cannot_run() -> None:
@@ -100,32 +232,17 @@ def test_nothing_is_loaded_to_say_why_it_cannot_run() -> None:
         (None, r"FlashAttention-3 is not installed; allowed: \(.fa3_fwd., .flash_attn_3.\)"),
         ("raise ImportError('libcudart.so.99: cannot open')", r"flash_attn_3: .*cannot be loaded.*libcudart\.so\.99"),
         ("", "flash_attn_3: .*cannot be loaded"),
+        (
+            "import torch\nlibrary = torch.library.Library('flash_attn_3', 'DEF')\nlibrary.define('fwd(Tensor q, Tensor k, Tensor v) -> Tensor')",
+            "flash_attn_3: .*another form.*softmax_scale",
+        ),
     ],
-    ids=["absent", "wrong-library", "registers-nothing"],
+    ids=["absent", "wrong-library", "registers-nothing", "other-form"],
 )  # fmt: skip
 def test_package_that_does_not_serve_is_refused_by_name(
-    source: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str | None, message: str, install: Install
 ) -> None:
     if source is not None:
-        (tmp_path / "flash_attn_3").mkdir()
-        (tmp_path / "flash_attn_3" / "_C.py").write_text(source)
-        monkeypatch.syspath_prepend(tmp_path)
+        install(source, "flash_attn_3")
     with pytest.raises(CapabilityError, match=message):
         flash3.load()
-    for name in ("flash_attn_3._C", "flash_attn_3"):
-        sys.modules.pop(name, None)
-
-
-def test_operator_of_another_form_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "flash_attn_3").mkdir()
-    (tmp_path / "flash_attn_3" / "_C.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    library = torch.library.Library("flash_attn_3", "DEF")
-    library.define("fwd(Tensor q, Tensor k, Tensor v) -> Tensor")
-    try:
-        with pytest.raises(CapabilityError, match=r"flash_attn_3: .*another form.*softmax_scale"):
-            flash3.load()
-    finally:
-        library._destroy()
-        for name in ("flash_attn_3._C", "flash_attn_3"):
-            sys.modules.pop(name, None)

@@ -43,7 +43,7 @@ def test_operator_is_right(kernels: KernelSet, name: str, rows: int) -> None:
     assert errors["error"] <= 1.05 * errors["eager_error"] + 1e-6
 
 
-@pytest.mark.parametrize("backend", ["auto", "flash3"])
+@pytest.mark.parametrize("backend", ["auto", "cudnn", "flash3"])
 def test_attention_after_warm_up_is_right(backend: str) -> None:
     device = torch.device("cuda")
     try:
@@ -52,6 +52,7 @@ def test_attention_after_warm_up_is_right(backend: str) -> None:
         pytest.skip(str(error))
     attention = DenseAttention(choice)
     warm_up(attention, num_rows=257, num_heads=56, head_dim=128, device=device, dtype=torch.bfloat16)
+    assert attention.choice == choice  # what is installed serves this torch
     q, k, v = torch.randn(257, 3, 56, 128, device=device, dtype=torch.bfloat16).unbind(1)
     exact = torch.nn.functional.scaled_dot_product_attention(
         *(x.double().transpose(0, 1)[None] for x in (q, k, v))

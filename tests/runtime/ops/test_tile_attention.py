@@ -32,6 +32,11 @@ def test_the_cpu_leaves_the_choice_to_torch_and_refuses_cudnn() -> None:
         TileAttention(CPU, torch.float16, "cudnn")
 
 
+def test_backend_that_tiles_cannot_run_on_is_refused_by_name() -> None:
+    with pytest.raises(CapabilityError, match=r"'flash3'; allowed: \['auto', 'cudnn', 'flash'\]"):
+        TileAttention(CPU, torch.float16, "flash3")
+
+
 @pytest.mark.gpu
 def test_backends_agree_at_the_released_shape() -> None:
     """Two roundings of float16 probabilities and sums in another order: 2^-9 of values up to about 1."""
