@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from scripts.bench import suite
-from scripts.bench.suite import PARTS, Bench, run
+from scripts.bench.suite import PARTS, ROOT, Bench, gpu_test_files, run
 from tests.fakes.service import is_running, until
 
 
@@ -67,6 +69,43 @@ def test_a_bench_that_hangs_ends_with_its_children(
 def test_what_needs_a_missing_file_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert outcome(bench("print(1)", needs="{work}/manifest.json"), tmp_path) == (False, {})
     assert f"left out, {tmp_path}/manifest.json is not there" in capsys.readouterr().out
+
+
+def test_files_with_gpu_tests_are_found_by_their_text(tmp_path: Path) -> None:
+    mark = "pytest.mark."  # apart, so that this file is not one of them
+    (tmp_path / "deep").mkdir()
+    for name, text in {
+        "test_all.py": f"pytestmark = {mark}gpu\n",
+        "deep/test_some.py": f"@{mark}gpu\ndef test(): ...\n",
+        "test_two.py": f"@{mark}gpu2\ndef test(): ...\n",
+        "test_none.py": "import starlette\n",
+        "helper.py": f"pytestmark = {mark}gpu\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert gpu_test_files(tmp_path) == [str(tmp_path / "deep/test_some.py"), str(tmp_path / "test_all.py")]
+
+
+@pytest.mark.slow
+def test_the_files_found_have_all_gpu_tests() -> None:
+    def selected(*paths: str) -> set[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--collect-only",
+            "-q",
+            "-m",
+            "gpu",
+            "-p",
+            "no:cacheprovider",
+            *paths,
+        ]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return {line for line in done.stdout.splitlines() if "::" in line}
+
+    everywhere = selected("tests")
+    assert len(everywhere) > 100
+    assert selected(*gpu_test_files()) == everywhere
 
 
 @pytest.mark.parametrize("part", PARTS)
