@@ -6,7 +6,7 @@ FROM python:3.12-slim-bookworm AS build
 ENV PIP_CONSTRAINT=/src/constraints.txt PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 COPY constraints.txt /src/
 RUN python -m venv /opt/venv && /opt/venv/bin/pip install \
-    torch numpy pillow av tokenizers cuda-bindings nvidia-libnvcomp-cu13 starlette uvicorn msgspec python-multipart
+    torch numpy pillow av tokenizers cuda-bindings nvidia-libnvcomp-cu13 fa3-fwd starlette uvicorn msgspec python-multipart
 COPY pyproject.toml README.md LICENSE /src/
 COPY prepare /src/prepare
 COPY runtime /src/runtime

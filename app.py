@@ -66,6 +66,8 @@ GATEWAY_PINS = (
     "idna",
 )
 GPU_PINS = ("torch", "numpy", "pillow", "av", "tokenizers", "cuda-bindings", "nvidia-libnvcomp-cu13")
+if ARCHITECTURES.get(GPU.rstrip("!+")) == "sm_90a":
+    GPU_PINS += ("fa3-fwd",)  # FlashAttention-3, for this architecture only
 
 
 def pins(names):

@@ -71,6 +71,7 @@ class H3Worker(
         "tokenizers==0.23.3",
         "cuda-bindings==13.5.0",
         "nvidia-libnvcomp-cu13==6.0.0.12",
+        "fa3-fwd==0.0.3",  # FlashAttention-3, for the machine type above
     ]
     local_python_modules = ["prepare", "runtime", "loader", "kernels", "manifests"]  # noqa: RUF012
     data_mounts = ["/data"]  # noqa: RUF012

@@ -126,6 +126,16 @@ def test_several_gpus_are_ranks_of_one_worker(gpu: str, expected: list[str]) -> 
     assert json.loads(done.stdout) == expected
 
 
+@pytest.mark.parametrize(("gpu", "has_it"), [("H200", True), ("H100!:2", True), ("B200", False)], ids=str)
+def test_flash_attention_3_is_installed_for_hopper_only(gpu: str, has_it: bool) -> None:
+    code = "import app; print(any(pin.startswith('fa3-fwd==') for pin in app.pins(app.GPU_PINS)))"
+    done = subprocess.run(
+        [PYTHON, "-c", code], env=environment(COLDFRAME_MODAL_GPU=gpu), capture_output=True, text=True, cwd=ROOT,
+        check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == str(has_it)
+
+
 @pytest.mark.parametrize(
     ("settings", "window"),
     [({}, "15"), ({"START_S": "20"}, "40"), ({"START_S": "0.4"}, "2"), ({"SCALEDOWN_WINDOW": "9"}, "9")],
