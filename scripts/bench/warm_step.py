@@ -4,7 +4,8 @@
     python -m scripts.bench.warm_step --part steps --tokens 1000   # ours and diffusers only
     python -m scripts.bench.warm_step --preset test --device cpu --size 64x64 --num-frames 22 --tokens 7 9
 
-All weights are random and made on the device, once for both implementations (`step_model`). Steps of all variants take turns,
+`shipped` is what a worker on this machine runs (`choose_backend` with `auto`), and what targets, profile and graph are about;
+the other attention backends run beside it where they can. All weights are random and made on the device, once for both implementations (`step_model`). Steps of all variants take turns,
 so that clocks and heat are the same for all. Parts: `steps` (every variant and diffusers), `rates` (products, attention
 and copy alone, sustained, and the model made of them), `profile` (time by kernel), `graph` (capture and replay). Each part is
 written when it ends. `results/warm_step.json` is written by a full run at released size only.
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 
-from kernels.attention import DenseAttention, choose_backend
+from kernels.attention import AttentionChoice, DenseAttention, choose_backend, warm_up
 from kernels.catalog import architecture_of
 from kernels.cubin import load_kernels
 from kernels.cubin_index import for_architecture, read_index
@@ -53,6 +54,7 @@ from scripts.tiny_presets import preset
 ROOT = Path(__file__).parents[2]
 PARTS = ("steps", "rates", "profile", "graph")
 PEER = "diffusers"
+BACKENDS = ("cudnn", "flash3")
 OPERATORS = ("norm_modulate", "gate_norm_modulate", "gate_residual", "qk_norm_rope", "swiglu")
 # Two implementations of 50 bf16 blocks: roundings in another order, amplified by the depth.
 CLOSE = 0.1
@@ -114,30 +116,49 @@ class Bench:
     def _variants(self) -> dict[str, Variant]:
         """What ships first. One that cannot run here is noted with its reason."""
         block = FusedBlock(self.operators)
-        shipped = DenseAttention(choose_backend(torch.device(self.device), self.dtype))
-        self.figures["attention"] = f"{shipped.choice.backend}: {shipped.choice.reason}"
+        device = torch.device(self.device)
+        shipped = self._attention(choose_backend(device, self.dtype, self.args.ships))
+        self.figures["attention"] = str(shipped.choice)
         found = [
             Variant("shipped", shipped, block),
             Variant("separate", shipped, lambda *given: settled(block(*given))),
             Variant("cublaslt", shipped, block, "cublaslt"),
         ]
-        try:
-            choice = choose_backend(torch.device(self.device), self.dtype, "flash3")
-            found.insert(1, Variant("flash3", DenseAttention(choice), block))
-        except CapabilityError as error:
-            self.figures["flash3"] = str(error)
+        for name in BACKENDS:
+            if name == shipped.choice.backend:
+                continue
+            try:
+                other = self._attention(choose_backend(device, self.dtype, name))
+                found.insert(1, Variant(name, other, block))
+            except (CapabilityError, RuntimeError) as error:  # the second: an operator that refuses its call
+                self.figures[name] = str(error)
         return {variant.name: variant for variant in found}
 
+    def _attention(self, choice: AttentionChoice) -> DenseAttention:
+        """Warmed up on a few rows, after which its choice is final."""
+        attention = DenseAttention(choice)
+        warm_up(
+            attention,
+            num_rows=8,
+            num_heads=1,
+            head_dim=64,
+            device=torch.device(self.device),
+            dtype=self.dtype,
+        )
+        return attention
+
+    def _rivals(self) -> list[str]:
+        """Variants that differ in attention, what ships first."""
+        return [name for name in self.variants if name in ("shipped", *BACKENDS)]
+
     def _steps(self) -> None:
-        """Seconds of a step of every variant and of diffusers, in turns; variants but the first two at one length."""
+        """Seconds of a step of every variant and of diffusers, in turns; at further lengths only those that differ in attention."""
         peer = peer_model(self.config, self.weights, self.device)
         figures: dict[str, Any] = {}
         self.figures["steps"] = figures
         for number, tokens in enumerate(self.args.tokens):
             given = self._evaluation(tokens)
-            names = list(self.variants)[: None if number == 0 else 2]
-            if number and "flash3" not in self.variants:
-                names = names[:1]
+            names = self._rivals() if number else list(self.variants)
             steps = {name: self._step(self.variants[name], given) for name in names}
             steps[PEER] = peer_step(peer, given)
             rows = given.sequence.num_rows
@@ -189,10 +210,6 @@ class Bench:
         return {"difference_to_diffusers": found, "agrees": max(found.values()) < CLOSE}
 
     def _peer_targets(self, figures: dict[str, Any]) -> None:
-        ships = self.args.ships
-        ratios = {
-            rows: round(part[PEER]["median_s"] / part[ships]["median_s"], 4) for rows, part in figures.items()
-        }
         self.figures["vs_diffusers"] = {
             name: {
                 rows: round(part[PEER]["median_s"] / part[name]["median_s"], 4)
@@ -201,6 +218,7 @@ class Bench:
             }
             for name in self.variants
         }
+        ratios = self.figures["vs_diffusers"]["shipped"]
         rows = next(iter(ratios))
         note = f"{rows} rows; same rows, weights and prompt length in one process, steps in turns; other lengths: {ratios}"
         self.targets["warm_step_vs_diffusers"] = target(ratios[rows], 1.15, "higher", note=note)
@@ -211,16 +229,17 @@ class Bench:
         rows = self._evaluation(args.tokens[0]).sequence.num_rows
         products = rates.product_seconds(c, rows, self.device, self.dtype, args.sustain_s)
         attention = {
-            name: rates.attention_seconds(variant.attention, c, rows, self.device, self.dtype, args.sustain_s)
-            for name, variant in self.variants.items()
-            if name in ("shipped", "flash3")
+            name: rates.attention_seconds(
+                self.variants[name].attention, c, rows, self.device, self.dtype, args.sustain_s
+            )
+            for name in self._rivals()
         }
         size = (4 << 30) if self.device == "cuda" else (1 << 20)
         copy = rates.copy_bytes_per_s(self.device, size, args.sustain_s)
         operations = rates.block_operations(c, rows)
         alone = {
             "products_s": c.num_layers * sum(products["default"].values()),
-            "attention_s": c.num_layers * attention[args.ships]["interleaved"],
+            "attention_s": c.num_layers * attention["shipped"]["interleaved"],
             "rest_s": c.num_layers * rates.block_bytes(c, rows, self.dtype.itemsize) / copy,
         }
         self.figures["rates"] = {
@@ -245,7 +264,7 @@ class Bench:
         measured = self.figures.get("steps", {}).get(str(rows))
         if measured is None:
             return
-        step = measured[self.args.ships]["median_s"]
+        step = measured["shipped"]["median_s"]
         explained = alone["products_s"] + alone["attention_s"]
         model = self.figures["rates"]["model"]
         model["step_s"] = step
@@ -258,7 +277,7 @@ class Bench:
         given = self._evaluation(self.args.tokens[0])
         figures: dict[str, Any] = {"rows": given.sequence.num_rows}
         self.figures["profile"] = figures
-        step = self._step(self.variants[self.args.ships], given)
+        step = self._step(self.variants["shipped"], given)
         step()
         try:
             figures |= rates.profile(step, self.device)
@@ -271,7 +290,7 @@ class Bench:
             self.figures["graph"] = {"skipped": f"device is {self.device}"}
             return
         given = self._evaluation(self.args.tokens[-1])
-        step = self._step(self.variants[self.args.ships], given)
+        step = self._step(self.variants["shipped"], given)
         step()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -351,7 +370,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sustain-s", type=float, default=0.4, help="time of one rate measurement")
     parser.add_argument("--budget-s", type=float, default=130, help="no further counted step after this long")
     parser.add_argument(
-        "--ships", default="shipped", choices=("shipped", "flash3"), help="variant of the targets"
+        "--ships", default="auto", choices=("auto", *BACKENDS), help="attention of the variant `shipped`"
     )
     parser.add_argument("--kernels", type=Path, help="folder with index.json instead of compiling")
     parser.add_argument("--name", default="warm_step", help="result file (full preset only); empty for none")

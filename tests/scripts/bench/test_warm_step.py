@@ -42,7 +42,8 @@ def test_every_part_runs_and_both_models_agree(capsys: pytest.CaptureFixture[str
         assert part["agrees"]
         assert part["diffusers"]["median_s"] > 0
     assert set(figures["steps"]["109"]) >= {"shipped", "separate", "cublaslt", "diffusers"}
-    assert "device is cpu" in figures["flash3"]
+    assert figures["attention"] == "math: device is cpu"
+    assert all("device is cpu" in figures[name] for name in ("cudnn", "flash3"))
     assert figures["graph"] == {"skipped": "device is cpu"}
     assert sum(figures["profile"]["shares"].values()) == pytest.approx(1, abs=1e-3)
     assert report["targets"].keys() == {"warm_step_vs_diffusers", "warm_step_vs_rates"}
