@@ -141,8 +141,8 @@ class DenseAttention:
 def choose_backend(device: torch.device, dtype: torch.dtype, requested: str = "auto") -> AttentionChoice:
     """The backend for `device`; loads nothing.
 
-    On CUDA in half precision FlashAttention-3 where a package of it is installed for this device, else cuDNN where torch
-    has it, else flash; math on the CPU.
+    On CUDA in bfloat16 FlashAttention-3, where a package of it is installed and the device is an sm_90; else cuDNN in half
+    precision where torch has it, else flash. On the CPU math.
 
     Args:
         requested: "auto" or a name of `BackendName`; a name is taken alone, without anything to fall to.
