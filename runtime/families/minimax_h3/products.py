@@ -1,0 +1,33 @@
+"""Shapes of the matrix products that a request runs, as (rows, columns) of the matrices. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from runtime.families.minimax_h3.config import TextConfig, TransformerConfig
+
+Shape = tuple[int, int]
+
+
+def text_products(text: TextConfig) -> tuple[Shape, ...]:
+    """Of one text layer: qkv_proj, o_proj, gate_up_proj, down_proj."""
+    D, F, H = text.hidden_size, text.intermediate_size, text.num_attention_heads
+    width = H * text.head_dim
+    return (width + 2 * text.num_key_value_heads * text.head_dim, D), (D, width), (2 * F, D), (D, F)
+
+
+def block_products(transformer: TransformerConfig) -> tuple[Shape, ...]:
+    """Of one block, of the DiT or of the refiner: to_qkv, to_out, ff.net.0.proj, ff.net.2."""
+    D, F, A = transformer.hidden_size, transformer.ffn_dim, transformer.inner_dim
+    return (3 * A, D), (D, A), (2 * F, D), (D, F)
+
+
+def refiner_products(transformer: TransformerConfig) -> tuple[Shape, ...]:
+    """Of the refiner: context_embedder, which alone has a bias, and its blocks."""
+    blocks = block_products(transformer) if transformer.num_refiner_layers else ()
+    return (transformer.hidden_size, transformer.text_dim), *blocks
+
+
+def largest(shapes: Sequence[Shape]) -> int:
+    """Values of the largest matrix."""
+    return max(rows * columns for rows, columns in shapes)
