@@ -7,7 +7,7 @@ The five interfaces meet in `runtime.pipeline`, which runs any family with one l
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from loader.manifest import Manifest
     from runtime.compute import Compute
+    from runtime.native_torch import NativeTorch
     from runtime.weights import WeightSource
 
 
@@ -152,13 +153,24 @@ class Family(Protocol):
         needs on the thread that denoises."""
         ...
 
+    def native_operations(
+        self, prepared: Prepared, native: NativeTorch, items: Collection[str]
+    ) -> Iterator[str]:
+        """What a waiting request uses first, through torch's C interface; see `runtime.native_warm_up.Operations`."""
+        ...
+
+    def warm_up_libraries(self, prepared: Prepared, device: str) -> None:
+        """What of `warm_up_conditioner` needs torch alone: it runs, on any thread, while the models are imported."""
+        ...
+
     def warm_up_conditioner(self, prepared: Prepared, compute: Compute) -> None:
         """Run every kind of work of a waiting request's conditioner once, on weights of zeros, on any thread."""
         ...
 
-    def warm_up_denoiser(self, prepared: Prepared, compute: Compute, items: Sequence[str]) -> None:
+    def warm_up_denoiser(self, prepared: Prepared, compute: Compute, items: Sequence[str]) -> bool:
         """Pay for the first evaluation of a waiting request; `items`: of `runtime.settings`, `warm_up`.
 
+        Returns: whether that included what `warm_up` does for the request.
         Raises: RequestError: an item that the family does not have.
         """
         ...

@@ -2,8 +2,9 @@
 
 On the main thread: spawn (the uploader, which reads as well, and torch's libraries on their way into memory, first: all of
 that goes on while the manifest is parsed) → manifest → load → family → torch → models → compute → warm-up. Beside it,
-on the request's thread: parse → tokens, pictures, packed layout, embedding rows; on another the conditioner's warm-up. The conditioner and the first step
-follow in `runtime.pipeline`, behind the load, because every group is waited for where it is used.
+on the request's thread: parse → tokens, pictures, packed layout, embedding rows; on another, for a waiting request: the
+libraries' warm-up as soon as torch is there, then the conditioner's. The conditioner and the first step follow in
+`runtime.pipeline`, behind the load, because every group is waited for where it is used.
 """
 
 from __future__ import annotations
@@ -78,7 +79,6 @@ class WorkerStart:
         self.reader: ChildReader | None = None
         self.uploader: UploaderProcess | None = None
         self.preload: Preload | None = None
-        self.is_conditioner_warm = False
 
     def nodes(self) -> list[Node]:
         return [
@@ -91,14 +91,10 @@ class WorkerStart:
             Node("torch", self.torch, needs=("load",)),
             Node("models", self.models, needs=("torch",)),
             Node("compute", self.compute, needs=("models",)),
-            Node(
-                "conditioner warm-up",
-                self.warm_up_conditioner,
-                needs=("compute", "request"),
-                thread="libraries",
-            ),
+            Node("native warm-up", self.warm_up_natively, needs=("request",), thread="native"),
+            Node("library warm-up", self.warm_up_libraries, needs=("torch", "request"), thread="libraries"),
+            Node("conditioner warm-up", self.warm_up_conditioner, needs=("compute",), thread="libraries"),
             Node("warm-up", self.warm_up, needs=("compute", "request")),
-            Node("denoiser warm-up", self.warm_up_denoiser, needs=("warm-up",)),
         ]
 
     def spawn(self, results: Results) -> None:
@@ -241,32 +237,63 @@ class WorkerStart:
         self.timeline.note(**compute.report())
         return compute
 
-    def warm_up(self, results: Results) -> None:
-        """Initialise libraries on dummy data so that the first step pays for nothing; a CPU has nothing to gain."""
-        if self.device == "cuda":
-            results["family"].warm_up(results["request"], results["compute"])
-            self.timeline.note(**results["compute"].report())
+    def warm_up_natively(self, results: Results) -> None:
+        """First uses of a waiting request during the import of torch, where the settings ask for them."""
+        from runtime.native_warm_up import chosen_items, warm_natively
+
+        items, request, preload = chosen_items(self.settings.native_warm_up), results["request"], self.preload
+        if self.device != "cuda" or not items or request is None or preload is None:
+            return
+        preload.join()
+        if preload.problem:
+            self.timeline.note(native_warm_up={"problems": [preload.problem]})
+            return
+        from runtime.torch_preload import find_torch
+
+        facts = warm_natively(
+            find_torch(),
+            self.device,
+            items,
+            lambda native, chosen: results["family"].native_operations(request, native, chosen),
+            is_over=lambda: "torch" in results or results.is_cancelled,
+        )
+        self.timeline.note(native_warm_up=facts)
+
+    def warm_up_libraries(self, results: Results) -> None:
+        """First uses of a waiting request that need torch alone, while the models are being imported."""
+        if self.device == "cuda" and results["request"] is not None:
+            results["family"].warm_up_libraries(results["request"], self.device)
 
     def warm_up_conditioner(self, results: Results) -> None:
-        """The same for the conditioner of a waiting request, beside it: most of it is waiting for the driver."""
+        """The rest of its conditioner's first uses, on the same thread: most of it is waiting for the driver."""
         if self.device == "cuda" and results["request"] is not None:
             results["family"].warm_up_conditioner(results["request"], results["compute"])
-        self.is_conditioner_warm = True
 
-    def warm_up_denoiser(self, results: Results) -> None:
-        """The same for its first evaluation, while the conditioner's warm-up runs or weights are still to come.
+    def warm_up(self, results: Results) -> None:
+        """Initialise libraries on dummy data so that the first step pays for nothing; a CPU has nothing to gain."""
+        if self.device != "cuda":
+            return
+        if not self.warm_up_denoiser(results):
+            results["family"].warm_up(results["request"], results["compute"])
+        self.timeline.note(**results["compute"].report())
 
-        By default only then: in the first case the start waits for that warm-up anyway, in the second, with at least a
-        fifth of the groups before the first evaluation missing, the conditioner for those.
+    def warm_up_denoiser(self, results: Results) -> bool:
+        """The first evaluation of a waiting request, while weights are still to come; whether that was all there is.
+
+        By default only with at least a fifth of the groups before the first evaluation missing, which is as long as it
+        takes: beside a conditioner that has its weights it would delay the entry by more than it saves.
         """
         if self.device != "cuda" or results["request"] is None:
-            return
+            return False
         items = warm_up_items(self.settings.warm_up)
-        is_free = not self.is_conditioner_warm or self.has_time(results["request"].order, results["manifest"])
-        if self.settings.warm_up == "all" and not is_free:
+        if self.settings.warm_up == "all" and not self.has_time(
+            results["request"].order, results["manifest"]
+        ):
             items = ()
         self.timeline.note(warm_up=list(items))
-        results["family"].warm_up_denoiser(results["request"], results["compute"], items)
+        with self.timeline.span("denoiser warm-up"):
+            done: bool = results["family"].warm_up_denoiser(results["request"], results["compute"], items)
+        return done
 
     def has_time(self, order: str, manifest: Manifest) -> bool:
         assert self.weights is not None, "the load has started"

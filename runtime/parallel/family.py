@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +13,7 @@ from runtime.parallel.prepared import RankWeights
 if TYPE_CHECKING:
     from loader.manifest import Manifest
     from runtime.compute import Compute
+    from runtime.native_torch import NativeTorch
     from runtime.parallel.connect import Connection
     from runtime.weights import WeightSource
 
@@ -117,6 +118,15 @@ class FamilyOnRanks:
         else:
             self._family.warm_attention(prepared, compute, self._size)
 
+    def native_operations(
+        self, prepared: Prepared, native: NativeTorch, items: Collection[str]
+    ) -> Iterator[str]:
+        """Nothing: a rank's shapes are its share's."""
+        return iter(())
+
+    def warm_up_libraries(self, prepared: Prepared, device: str) -> None:
+        """Nothing, for the same reason; the conditioner's warm-up covers it."""
+
     def warm_up_conditioner(self, prepared: Prepared, compute: Compute) -> None:
         """This rank's share of the work, without waiting for the others."""
         self._warm_up_share(prepared, compute)
@@ -127,8 +137,9 @@ class FamilyOnRanks:
         silent = silent_connection(self._rank, self._size)
         self._family.warm_up_on_ranks(prepared, compute, silent, self._hold, self._is_sharded)
 
-    def warm_up_denoiser(self, prepared: Prepared, compute: Compute, items: Sequence[str]) -> None:
+    def warm_up_denoiser(self, prepared: Prepared, compute: Compute, items: Sequence[str]) -> bool:
         """Nothing: an evaluation's collectives need the other ranks."""
+        return False
 
     def start(self, prepared: Prepared, weights: WeightSource, compute: Compute) -> RankJob:
         connection = self._connection()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from loader.errors import RequestError
 from loader.manifest import Manifest, read_manifest
@@ -19,26 +18,14 @@ from runtime.families.minimax_h3.model.warm_denoiser import (
     ITEMS,
     activation_bytes,
     check_items,
-    product_shapes,
     warm_denoiser,
 )
+from runtime.families.minimax_h3.products import block_products
 from runtime.ops.attention import attention
 from scripts.tiny_presets import preset
+from tests.fakes.products import Products
 
 REQUEST = {"prompt": "rain on a tin roof", "width": 64, "height": 64, "num_frames": 22, "seed": 11}
-
-
-class Products(TorchDispatchMode):
-    """(rows, columns, rows of the product) of every matrix product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[int, int, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name() == "aten::linear":
-            self.seen.append((*args[1].shape, len(args[0])))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +56,7 @@ def test_products_are_those_of_a_block_at_the_request_s_rows(given: JobInput, ma
     prefix = "transformer/transformer_blocks.0."
     names = ("attn.to_qkv", "attn.to_out.0", "ff.net.0.proj", "ff.net.2")
     stored = [tuple(manifest.tensors[f"{prefix}{name}.weight"].shape) for name in names]
-    assert list(product_shapes(given.config.transformer)) == stored
+    assert list(block_products(given.config.transformer)) == stored
     shapes, products = run(given, manifest, {"products"})
     assert shapes == []
     assert products == [(*shape, given.sequence.num_rows) for shape in stored]
@@ -83,7 +70,7 @@ def test_step_covers_everything_that_an_evaluation_multiplies(given: JobInput, m
     D, rows = config.hidden_size, sequence.num_rows
     embed = [(D, config.video_row_dim, sequence.num_video), (D, config.audio_in_channels, sequence.num_audio)]
     heads_out = [(columns, out, count) for out, columns, count in embed]
-    assert products == [*embed, *((*shape, rows) for shape in product_shapes(config)), *heads_out]
+    assert products == [*embed, *((*shape, rows) for shape in block_products(config)), *heads_out]
 
 
 def test_nothing_runs_unless_asked_for(given: JobInput, manifest: Manifest) -> None:

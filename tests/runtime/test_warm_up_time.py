@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from loader.errors import RequestError
+from runtime.compute import Compute
 from runtime.nodes import WorkerStart, warm_up_items
+from runtime.ops.attention import attention
 from runtime.settings import Settings, settings_from_environment
 from runtime.timeline import Timeline
 
@@ -33,24 +35,29 @@ class Family:
     def __init__(self) -> None:
         self.items: list[tuple[str, ...]] = []
 
-    def warm_up_denoiser(self, prepared: Any, compute: Any, items: tuple[str, ...]) -> None:
+        self.attention = 0
+
+    def warm_up_denoiser(self, prepared: Any, compute: Any, items: tuple[str, ...]) -> bool:
         self.items.append(items)
+        return "step" in items
+
+    def warm_up(self, prepared: Any, compute: Any) -> None:
+        self.attention += 1
 
 
-def started(
-    warm_up: str, ready: Iterable[str], device: str = "cuda", is_conditioner_warm: bool = True
-) -> tuple[list[tuple[str, ...]], Timeline]:
-    """What the family was asked for."""
+def started(warm_up: str, ready: Iterable[str], device: str = "cuda") -> tuple[Family, Timeline]:
+    """The family, with what it was asked for."""
     timeline, family = Timeline(), Family()
     start = WorkerStart(Settings(bundle="x", device="cpu", warm_up=warm_up), timeline, {}, None, None)
-    start.device, start.is_conditioner_warm = device, is_conditioner_warm
+    start.device = device
     start.weights = Arriving(ready)  # type: ignore[assignment]
+    compute = Compute("cpu", attention, attention, facts={"operators": "none"})
     groups = {name: SimpleNamespace(name=name, start=0, end=1) for name in ORDER}
     manifest = SimpleNamespace(groups=groups, orders={"t2va/a": ORDER})
     request = SimpleNamespace(order="t2va/a")
-    results = {"manifest": manifest, "family": family, "request": request, "compute": None}
-    start.warm_up_denoiser(results)  # type: ignore[arg-type]
-    return family.items, timeline
+    results = {"manifest": manifest, "family": family, "request": request, "compute": compute}
+    start.warm_up(results)  # type: ignore[arg-type]
+    return family, timeline
 
 
 @pytest.mark.parametrize(
@@ -68,21 +75,20 @@ def started(
 def test_items_follow_the_setting_and_what_is_still_to_come(
     warm_up: str, num_ready: int, items: tuple[str, ...]
 ) -> None:
-    found, timeline = started(warm_up, ENTRY[:num_ready])
-    assert found == [items]
+    family, timeline = started(warm_up, ENTRY[:num_ready])
+    assert family.items == [items]
     assert timeline.facts["warm_up"] == list(items)
+    assert family.attention == ("step" not in items), "its plan is built once: by the step, or alone"
+    assert timeline.facts["operators"] == "none"
 
 
 def test_groups_behind_the_entry_do_not_count() -> None:
-    assert started("all", ENTRY)[0] == [()]
-
-
-def test_there_is_time_while_the_conditioner_is_being_warmed() -> None:
-    assert started("all", ORDER, is_conditioner_warm=False)[0] == [("memory", "step")]
+    assert started("all", ENTRY)[0].items == [()]
 
 
 def test_cpu_has_nothing_to_warm() -> None:
-    assert started("all", (), device="cpu")[0] == []
+    family, _ = started("all", (), device="cpu")
+    assert (family.items, family.attention) == ([], 0)
 
 
 def test_setting_names_items() -> None:

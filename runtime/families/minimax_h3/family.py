@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from runtime.families.minimax_h3.model.job import JobInput
     from runtime.families.minimax_h3.model.warm_up import MakeJob
     from runtime.family import Job
+    from runtime.native_torch import NativeTorch
     from runtime.parallel.connect import Connection
     from runtime.parallel.family import RankJob
     from runtime.weights import WeightSource
@@ -104,17 +105,35 @@ class MiniMaxH3:
         rows, heads = prepared.parts["sequence"].num_rows, config.num_attention_heads // ranks
         compute.warm_attention(rows, heads, config.attention_head_dim)
 
+    def native_operations(
+        self, prepared: Prepared, native: NativeTorch, items: Collection[str]
+    ) -> Iterator[str]:
+        from runtime.families.minimax_h3.native_operations import operations
+
+        if self._manifest.model["dtype"] != "BF16":
+            return iter(())
+        sequence = prepared.parts["sequence"]
+        return operations(native, items, self.capabilities.config, sequence.num_text, sequence.num_rows)
+
+    def warm_up_libraries(self, prepared: Prepared, device: str) -> None:
+        from loader.torch_api import torch_dtype
+        from runtime.families.minimax_h3.model.first_uses import multiply_first
+
+        rows, dtype = prepared.parts["sequence"].num_text, torch_dtype(str(self._manifest.model["dtype"]))
+        multiply_first(self.capabilities.config, rows, dtype, device)
+
     def warm_up_conditioner(self, prepared: Prepared, compute: Compute) -> None:
         from runtime.families.minimax_h3.model.warm_up import condition_on_zeros
 
         condition_on_zeros(self._job_input(prepared), self._manifest, compute, self._make_job(compute))
 
-    def warm_up_denoiser(self, prepared: Prepared, compute: Compute, items: Sequence[str]) -> None:
+    def warm_up_denoiser(self, prepared: Prepared, compute: Compute, items: Sequence[str]) -> bool:
         if not items:
-            return  # nor wait for the device, or for an import, on the way to the first step
+            return False  # not even an import on the way to the first step
         from runtime.families.minimax_h3.model.warm_denoiser import warm_denoiser
 
         warm_denoiser(self._job_input(prepared), self._manifest, compute, items)
+        return "step" in items
 
     def _make_job(self, compute: Compute) -> MakeJob:
         from runtime.families.minimax_h3.model.job import H3Job

@@ -24,6 +24,7 @@ from runtime.families.minimax_h3.model.adaln import ModulationTables
 from runtime.families.minimax_h3.model.job import JobInput
 from runtime.families.minimax_h3.model.parts import one_rank
 from runtime.families.minimax_h3.model.warm_up import ZeroWeights
+from runtime.families.minimax_h3.products import block_products
 from runtime.parallel.prepared import whole_weights
 from runtime.samplers import euler_step
 
@@ -39,9 +40,9 @@ def check_items(items: Collection[str]) -> None:
 
 @torch.inference_mode()
 def warm_denoiser(given: JobInput, manifest: Manifest, compute: Compute, items: Collection[str]) -> None:
-    """Run the items that are asked for and wait for the device.
+    """Queue the items that are asked for; the device is not waited for, since the request follows on the same stream.
 
-    Needs, while it runs, the memory of one evaluation and of the weights of one block and the prelude.
+    Needs, until the device is done, the memory of one evaluation and of the weights of one block and the prelude.
     """
     check_items(items)
     rows, config = given.sequence.num_rows, given.config.transformer
@@ -49,20 +50,11 @@ def warm_denoiser(given: JobInput, manifest: Manifest, compute: Compute, items: 
     if "memory" in items:
         torch.empty(activation_bytes(config, rows, dtype.itemsize), dtype=torch.uint8, device=device)
     if "products" in items:
-        for width, inner in product_shapes(config):
+        for width, inner in block_products(config):
             weight = torch.zeros(width, inner, dtype=dtype, device=device)
             functional.linear(torch.zeros(rows, inner, dtype=dtype, device=device), weight)
     if "step" in items:
         _step_on_zeros(given, manifest, compute, dtype)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def product_shapes(config: TransformerConfig) -> tuple[tuple[int, int], ...]:
-    """(rows, columns) of a block's matrices: to_qkv, to_out, ff.net.0.proj, ff.net.2."""
-    D, F = config.hidden_size, config.ffn_dim
-    A = config.num_attention_heads * config.attention_head_dim
-    return (3 * A, D), (D, A), (2 * F, D), (D, F)
 
 
 def activation_bytes(config: TransformerConfig, rows: int, itemsize: int) -> int:

@@ -1,0 +1,74 @@
+"""What is warmed for a waiting request's conditioner before the models are there: the products that it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from loader.manifest import Manifest, read_manifest
+from runtime.compute import Compute
+from runtime.families.minimax_h3.family import MiniMaxH3
+from runtime.families.minimax_h3.model.first_uses import multiply_first
+from runtime.families.minimax_h3.products import refiner_products, text_products
+from runtime.family import Prepared
+from runtime.native_torch import NativeTorch
+from runtime.ops.attention import attention
+from runtime.torch_preload import find_torch
+from tests.fakes.products import Products
+
+REQUEST = {"prompt": "rain on a tin roof", "width": 64, "height": 64, "num_frames": 22, "seed": 11}
+
+
+@pytest.fixture(scope="module")
+def manifest(bundle: Path) -> Manifest:
+    return read_manifest(bundle)
+
+
+@pytest.fixture(scope="module")
+def family(bundle: Path, manifest: Manifest) -> MiniMaxH3:
+    return MiniMaxH3(manifest, bundle, "t2va", "base-3")
+
+
+@pytest.fixture(scope="module")
+def prepared(family: MiniMaxH3) -> Prepared:
+    return family.prepare(family.parse(REQUEST))
+
+
+def test_products_are_those_of_the_conditioner(family: MiniMaxH3, prepared: Prepared) -> None:
+    with Products() as conditioner:
+        family.warm_up_conditioner(prepared, Compute("cpu", attention, attention))
+    with Products() as first:
+        family.warm_up_libraries(prepared, "cpu")
+    assert set(first.seen) == set(conditioner.seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_are_in_the_type_of_the_matrices(family: MiniMaxH3, dtype: torch.dtype) -> None:
+    with Products() as products:
+        multiply_first(family.capabilities.config, 3, dtype, "cpu")
+    assert set(products.types) == {dtype}
+    assert {rows for _, _, rows in products.seen} == {3}
+
+
+def test_native_operations_cover_the_same_products(family: MiniMaxH3, prepared: Prepared) -> None:
+    from runtime.families.minimax_h3.native_operations import operations
+
+    config, sequence = family.capabilities.config, prepared.parts["sequence"]
+    native = NativeTorch(find_torch(), "cpu")
+    done = list(operations(native, ("operators", "attention"), config, sequence.num_text, sequence.num_rows))
+    native.close()
+    _, *blocks = refiner_products(config.transformer)
+    shapes = [*text_products(config.text), *blocks]
+    assert [name for name in done if "product" in name] == [f"product {w} x {i}" for w, i in shapes]
+    assert done[-3:] == ["text attention", "refiner attention", "attention plan"]
+
+
+def test_native_operations_are_for_stored_types_they_know(
+    family: MiniMaxH3, prepared: Prepared, manifest: Manifest
+) -> None:
+    native = NativeTorch(find_torch(), "cpu")
+    steps = list(family.native_operations(prepared, native, ("operators",)))
+    native.close()
+    assert bool(steps) == (manifest.model["dtype"] == "BF16")
