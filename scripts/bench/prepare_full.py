@@ -1,7 +1,7 @@
 """prepare and validate at released widths against the storage's own copy rate, in one run.
 
     python -m scripts.bench.prepare_full --storage DIR [--storage DIR …] [--gib N]
-    python -m scripts.bench.prepare_full --components DIR              # all 133 GB, one component after the other
+    python -m scripts.bench.prepare_full --components DIR [--budget-s S]   # all 133 GB, one component after the other
 
 The transformer has its released widths and as many layers as the storage has room for; the other networks are tiny, so
 that the whole command runs as a user runs it. Weight files are cut so that there are as many as at the released size:
@@ -10,7 +10,10 @@ prepare uses (flushed to disk), prepare and validate them. Before copy and prepa
 first storage gives the targets; name a folder on the disk first and memory-backed storage after it.
 
 `--components` prepares the transformer and then the text encoder at released size, each beside tiny other networks, in
-memory-backed storage of 110 GB (`prepare_parts`), about four minutes on 16 cores. Results: `prepare_components.json`.
+memory-backed storage of 110 GB (`prepare_parts`), three to four minutes on 16 cores. It is over after `--budget-s` seconds: a
+component that does not fit into what is left, or into the storage, is named and left out, and one that runs out of time
+leaves the figures it has. Results: `prepare_components.json`, written after every component; `complete` says whether
+all of it is there.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,41 +37,29 @@ from prepare.families.minimax_h3.published import TRANSFORMER, published_tensors
 from prepare.families.minimax_h3.recipe import build_recipe
 from prepare.file_plan import plan_weight_files
 from scripts.bench.common import target, write_result
+from scripts.bench.prepare_measured import memory
 from scripts.bench.prepare_parts import (
+    Part,
     part_figures,
     parts,
     pieces_that_fit,
     prepared_bytes,
     reconcile,
 )
+from scripts.bench.progress import Progress
 from scripts.bench.published_size import write_component
 from scripts.tiny_checkpoint import write_tiny_checkpoint
 from scripts.tiny_presets import TinyConfig, preset
 
+ROOT = Path(__file__).resolve().parents[2]
 _PIECE = 8 << 20
 _MAX_THREADS = 16
 _FILE_BYTES_PER_LAYER = (8 << 30) / 50
+_PROCESS_BYTES = (
+    6 << 30
+)  # of memory that memory-backed storage must leave: prepare's own, torch, the rest of the machine
+_PART_FOLDER = "part"  # of --components; everything in it goes
 _OCCUPIED = 2.9  # checkpoint, its copy or what prepare makes of it, and a reserve; in checkpoints
-_MEASURED = """
-import json, sys, time
-from pathlib import Path
-import numpy, tokenizers, torch  # their memory is not prepare's
-from prepare.family import PrepareOptions
-from prepare.pipeline import prepare_checkpoint
-from prepare.validate import require_valid, validate_directory
-def status(key):
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[key].split()[0]) * 1024
-before = status("VmRSS")
-options = PrepareOptions(tasks=("t2va",), max_file_bytes=int(sys.argv[3]))
-result = prepare_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), options)
-peak = status("VmHWM") - before
-started = time.monotonic()
-require_valid(validate_directory(result.target), result.target)
-validated = time.monotonic() - started
-print(json.dumps({"prepare_s": result.seconds, "validate_s": validated, "bytes_out": result.num_bytes, "peak": peak,
-                  "peak_with_validate": status("VmHWM") - before}))
-"""
 
 
 def config_with_layers(num_layers: int) -> TinyConfig:
@@ -109,6 +101,8 @@ def bench_storage(folder: Path, gib: float) -> dict[str, object]:
     _drop_from_cache(_files(source))
     file_bytes = int(_FILE_BYTES_PER_LAYER * config.model.transformer.num_layers)
     measured = measure(source, folder / "prepared", file_bytes)
+    if "failed" in measured:
+        raise RuntimeError(f"prepare: {measured['failed']}")
     shutil.rmtree(source)
     shutil.rmtree(folder / "prepared")
     total = measured["prepare_s"] + measured["validate_s"]
@@ -134,36 +128,146 @@ def bench_storage(folder: Path, gib: float) -> dict[str, object]:
     }
 
 
-def measure(source: Path, target: Path, file_bytes: int) -> dict[str, Any]:
-    """Prepare and validate in a fresh process: seconds of both, processor seconds, bytes written, peak memory."""
+def measure(source: Path, target: Path, file_bytes: int, limit_s: float | None = None) -> dict[str, Any]:
+    """Prepare and validate in a fresh process: seconds of both, processor seconds, bytes written, peak memory.
+
+    Returns: also `failed`, with fewer figures, where the process failed or ran out of time.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-c", _MEASURED, str(source), str(target), str(file_bytes)],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.bench.prepare_measured",
+        str(source),
+        str(target),
+        str(file_bytes),
+    ]
+    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    ending = ""
+    try:
+        text, _ = child.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        text, _ = child.communicate()
+        ending = f"out of time after {limit_s:.0f} s"
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    measured: dict[str, Any] = json.loads(done.stdout)
-    return {**measured, "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
+    measured: dict[str, Any] = {"cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
+    for line in text.splitlines():
+        measured |= json.loads(line)
+    if ending or child.returncode:
+        measured["failed"] = ending or f"exit code {child.returncode}"
+    return measured
 
 
-def bench_components(folder: Path, sizes: str, pieces: int) -> dict[str, Any]:
-    """All parts one after the other, and their bytes beside the plan. pieces: of the transformer; 0: as it fits."""
-    folder.mkdir(parents=True, exist_ok=True)
-    runs = []
-    for part in parts(sizes, pieces or pieces_that_fit(sizes, shutil.disk_usage(folder).free)):
-        started = time.monotonic()
-        source, target_folder = folder / "checkpoint", folder / "prepared"
-        num_bytes = part.write(source)
+class Components:
+    """All parts one after the other, within the storage and the time there is.
+
+    Attributes:
+        runs: figures of the parts that were measured. missing: part and reason for the others.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        sizes: str,
+        pieces: int,
+        progress: Progress,
+        free_bytes: Callable[[Path], int] | None = None,
+    ) -> None:
+        self._free_bytes = free_bytes or storage_left
+        self._folder, self._sizes, self._progress = folder.absolute() / _PART_FOLDER, sizes, progress
+        folder.mkdir(parents=True, exist_ok=True)
+        self._clear()
+        free = self._free_bytes(folder)
+        self.runs: list[dict[str, Any]] = []
+        self.missing: list[dict[str, Any]] = []
+        self._parts = parts(sizes, pieces or pieces_that_fit(sizes, free))
+        progress.say(
+            f"{free / 1e9:.1f} GB of room in {folder}, {len(self._parts)} parts, {progress.budget_s:.0f} s"
+        )
+
+    def run(self) -> None:
+        for part in self._parts:
+            try:
+                obstacle = self._obstacle(part)
+                figures = {"failed": obstacle} if obstacle else self._measure(part)
+            except Exception as error:  # noqa: BLE001  a part that fails is named; the others and the results remain
+                traceback.print_exc()
+                figures = {"failed": f"{type(error).__name__}: {error}"}
+            finally:
+                self._clear()
+            if "failed" in figures:
+                self.missing.append({"part": part.name, **figures})
+            else:
+                self.runs.append(figures)
+            print(json.dumps(figures), flush=True)
+            self._progress.say(f"{part.name}: {figures.get('failed', 'done')}")
+            self.write()
+
+    def write(self) -> None:
+        """The results so far."""
+        if self._sizes != "full":
+            return
+        peak = [run["peak_extra_gib"] for run in self.runs]
+        targets = {"prepare_peak_extra_gib": target(max(peak), 6.0, "lower")} if peak else {}
+        self._progress.say(str(write_result("prepare_components", self.figures(), targets)))
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "complete": len(self.runs) == len(self._parts),
+            "parts_planned": [part.name for part in self._parts],
+            "missing": self.missing,
+            "storage": str(self._folder.parent),
+            "threads": _threads(),
+            "seconds": round(self._progress.seconds, 1),
+            "parts": self.runs,
+            **reconcile(self.runs, self._sizes),
+        }
+
+    def _obstacle(self, part: Part) -> str:
+        """Why the part is not even begun."""
+        free = self._free_bytes(self._folder.parent)
+        if free < part.room_bytes:
+            return f"needs {part.room_bytes / 1e9:.1f} GB of storage and memory, {free / 1e9:.1f} are free"
+        if self._progress.left_s < part.predicted_s:
+            return f"takes about {part.predicted_s:.0f} s, {self._progress.left_s:.0f} are left"
+        return ""
+
+    def _measure(self, part: Part) -> dict[str, Any]:
+        say, started = self._progress.say, time.monotonic()
+        source, prepared = self._folder / "checkpoint", self._folder / "prepared"
+        say(
+            f"{part.name}: writing {part.stored_bytes / 1e9:.1f} GB; about {part.predicted_s:.0f} s for all of it"
+        )
+        num_bytes = part.write(source, self._progress.deadline)
         written = time.monotonic() - started
-        measured = measure(source, target_folder, part.max_file_bytes)
-        out_bytes = prepared_bytes(target_folder, part.component)
-        shutil.rmtree(source)
-        shutil.rmtree(target_folder)
-        runs.append(part_figures(part, num_bytes, out_bytes, written, measured))
-        print(json.dumps(runs[-1]), flush=True)
-    return {"storage": str(folder), "threads": _threads(), "parts": runs, **reconcile(runs, sizes)}
+        say(f"{part.name}: written in {written:.1f} s; preparing and validating")
+        measured = measure(source, prepared, part.max_file_bytes, max(1.0, self._progress.left_s))
+        if "failed" in measured:
+            return {"bytes_in": num_bytes, "write_s": round(written, 2), **measured}
+        return part_figures(part, num_bytes, prepared_bytes(prepared, part.component), written, measured)
+
+    def _clear(self) -> None:
+        """Also of what an interrupted prepare, or an interrupted bench before this one, left beside its target."""
+        started = time.monotonic()
+        if self._folder.exists():
+            shutil.rmtree(self._folder)
+            self._progress.say(f"storage cleared in {time.monotonic() - started:.1f} s")
+
+
+def storage_left(folder: Path) -> int:
+    """Bytes that can be written there; in memory-backed storage not more than the machine has memory for, with room left
+    for the processes themselves."""
+    free = shutil.disk_usage(folder).free
+    if _is_memory_backed(folder):
+        free = min(free, memory("/proc/meminfo", "MemAvailable") - _PROCESS_BYTES)
+    return max(0, free)
+
+
+def _is_memory_backed(folder: Path) -> bool:
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text("utf-8").splitlines()]
+    above = [(len(mount), kind) for mount, kind in mounts if folder.resolve().is_relative_to(mount)]
+    return max(above)[1] in {"tmpfs", "ramfs"} if above else False
 
 
 def planned_bytes() -> dict[str, int]:
@@ -232,14 +336,11 @@ def _copy_piece(piece: tuple[int, int, int, int]) -> None:
         begin, size = begin + count, size - count
 
 
-def _components(folder: Path, sizes: str, pieces: int) -> int:
-    figures = bench_components(folder, sizes, pieces)
-    peak = max(part["peak_extra_gib"] for part in figures["parts"])
-    targets = {"prepare_peak_extra_gib": target(peak, 6.0, "lower")}
-    print(json.dumps(figures["sums"], indent=1))
-    if sizes == "full":
-        print(write_result("prepare_components", figures, targets))
-    return 0
+def _components(args: argparse.Namespace) -> int:
+    bench = Components(args.components, args.preset, args.pieces, Progress(args.budget_s))
+    bench.run()
+    print(json.dumps(bench.figures()["sums"], indent=1))
+    return 0 if not bench.missing else 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -251,9 +352,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--pieces", type=int, default=0, help="cut the transformer's layers; default: as it fits"
     )
+    parser.add_argument("--budget-s", type=float, default=300, help="seconds that --components may take")
     args = parser.parse_args(arguments)
     if args.components:
-        return _components(args.components, args.preset, args.pieces)
+        return _components(args)
     if not args.storage:
         parser.error("name a --storage or --components")
     runs = []

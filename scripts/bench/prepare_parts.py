@@ -1,7 +1,7 @@
 """The two large components of the published checkpoint as trees that prepare takes, one after the other.
 
 Component and its prepared form must fit into memory together: 66.3 + 40.6 GB for the transformer, 66.7 + 50.3 GB for
-the text encoder. Of the latter, layers behind the conditioning layer and the language head are only hashed, so their
+the text encoder. The transformer comes first: its tables are the longest computation of all. Of the latter, layers behind the conditioning layer and the language head are only hashed, so their
 15 GB are holes: read and digested like everything else, but not stored. Where the transformer does not fit its layers are
 cut into several trees.
 """
@@ -9,6 +9,7 @@ cut into several trees.
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from scripts.tiny_presets import TinyConfig, preset
 
 _FILE_BYTES = 8 << 30
 _RESERVE = 2 << 30
+_START_S = 10  # two processes that import torch, and the tiny networks
 # Prepared components of each published one.
 _PREPARED = {TRANSFORMER: (TRANSFORMER, "adaln"), TEXT_ENCODER: (TEXT_ENCODER, "text_encoder_embed")}
 # What one text-to-video start reads, as the design states it: GB of the published checkpoint and of the part needed.
@@ -44,15 +46,41 @@ class Part:
     max_file_bytes: int
     holes: frozenset[str] = frozenset()
 
-    def write(self, folder: Path) -> int:
-        """Write the tree; returns the bytes of the component's tensors."""
+    def write(self, folder: Path, deadline: float = math.inf) -> int:
+        """Write the tree; returns the bytes of the component's tensors. Raises: TimeoutError: past the deadline."""
         write_tiny_checkpoint(folder, "test", "diffusers", seed=0)
         sizes = {}
         for component in (TRANSFORMER, TEXT_ENCODER):
             shutil.rmtree(folder / component)
             holes = self.holes if component == self.component else frozenset()
-            sizes[component] = write_component(folder, component, self.config, holes)
+            sizes[component] = write_component(folder, component, self.config, holes, deadline)
         return sizes[self.component]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of the published component, without holes."""
+        published = published_tensors(self.config.model)[self.component]
+        return sum(spec.num_bytes for name, spec in published.items() if name not in self.holes)
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Of what prepare makes of it, without headers and, for the transformer, without its tables (half a percent)."""
+        return sum(
+            _planned_bytes(self.config.model, name) for name in _PREPARED[self.component] if name != "adaln"
+        )
+
+    @property
+    def room_bytes(self) -> int:
+        """Storage that the tree and its prepared form take together."""
+        return self.stored_bytes + self.prepared_bytes + _RESERVE
+
+    @property
+    def predicted_s(self) -> float:
+        """Writing, preparing, validating and removing it in memory-backed storage with 16 cores, from the rates of
+        `results/prepare_full.json` (1.7, 1.66 and 3.4 GB/s); removing is a guess."""
+        published = _published_bytes(self.config.model, self.component)
+        work = self.stored_bytes / 1.7e9 + published / 1.66e9 + self.prepared_bytes / 3.4e9
+        return work + (self.stored_bytes + self.prepared_bytes) / 10e9 + _START_S
 
 
 def parts(sizes: str, transformer_pieces: int) -> list[Part]:
@@ -111,6 +139,7 @@ def part_figures(
         "prepare_and_validate_gbps": round(bytes_in / (prepare_s + validate_s) / 1e9, 3),
         "peak_extra_gib": round(measured["peak"] / 2**30, 3),
         "peak_extra_with_validate_gib": round(measured["peak_with_validate"] / 2**30, 3),
+        "least_available_gib": round(measured["least_available"] / 2**30, 2),
     }
 
 

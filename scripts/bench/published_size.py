@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 
 from loader.header import DTYPE_BYTES
@@ -28,14 +30,22 @@ _SMALL_POOL_BYTES = 8 << 20
 Tensors = Mapping[str, TensorSpec]
 
 
-def write_component(directory: Path, component: str, config: TinyConfig, holes: Collection[str] = ()) -> int:
+def write_component(
+    directory: Path,
+    component: str,
+    config: TinyConfig,
+    holes: Collection[str] = (),
+    deadline: float = math.inf,
+) -> int:
     """Write `directory/<component>/` and the configuration files of the whole tree.
 
     Args:
         component: a key of `STEMS`.
         config: sizes; `preset("full")` for the release's.
         holes: tensors that are left as holes in their files: they read as zeros and take no storage.
+        deadline: when to give up, by `time.monotonic`.
     Returns: bytes of its tensors.
+    Raises: TimeoutError: it took longer.
     """
     tensors = published_tensors(config.model)[component]
     folder = directory / component
@@ -48,7 +58,8 @@ def write_component(directory: Path, component: str, config: TinyConfig, holes: 
     ]
     total = sum(spec.num_bytes for spec in tensors.values())
     pools = random_pools() if total > 1 << 30 else random_pools(_SMALL_POOL_BYTES)
-    _write_shards([(folder / name, shard) for name, shard in zip(names, shards, strict=True)], pools, holes)
+    files = [(folder / name, shard) for name, shard in zip(names, shards, strict=True)]
+    _write_shards(files, pools, holes, deadline)
     weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / f"{STEMS[component]}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -68,19 +79,31 @@ def _cut(tensors: Tensors, shard_bytes: int) -> list[dict[str, TensorSpec]]:
     return shards
 
 
-def _write_shards(shards: Sequence[tuple[Path, Tensors]], pools: Pools, holes: Collection[str]) -> None:
+def _write_shards(
+    shards: Sequence[tuple[Path, Tensors]], pools: Pools, holes: Collection[str], deadline: float
+) -> None:
     descriptors: list[int] = []
-    work: list[tuple[int, Piece]] = []
+    work: list[list[tuple[int, Piece]]] = []
     for path, tensors in shards:
         header, pieces = _lay_out(tensors, pools, holes)
         descriptors.append(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644))
         write_at(descriptors[-1], memoryview(header), 0)
         os.ftruncate(descriptors[-1], len(header) + sum(spec.num_bytes for spec in tensors.values()))
-        work += [(descriptors[-1], (data, len(header) + begin)) for data, begin in pieces]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(lambda item: write_at(item[0], *item[1]), work))
-    for descriptor in descriptors:
-        os.close(descriptor)
+        work.append([(descriptors[-1], (data, len(header) + begin)) for data, begin in pieces])
+
+    def write(item: tuple[int, Piece]) -> None:
+        if time.monotonic() > deadline:
+            raise TimeoutError("out of time while writing random weights")
+        write_at(item[0], *item[1])
+
+    try:
+        # Files in turn: the kernel lets one thread at a time write to a file.
+        turns = [item for turn in zip_longest(*work) for item in turn if item is not None]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(write, turns))
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def _lay_out(tensors: Tensors, pools: Pools, holes: Collection[str]) -> tuple[bytes, list[Piece]]:

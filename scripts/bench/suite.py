@@ -111,7 +111,7 @@ PARTS: Mapping[str, tuple[Bench, ...]] = {
         _module("codec", "--part", "ratio", "--part", "decode", seconds=90),
         _module("codec", "--part", "start", "--directory", _BUNDLE, seconds=400, needs=_MANIFEST),
     ),
-    "prepare": (_module("prepare_full", "--components", "{work}/prepare", seconds=320),),
+    "prepare": (_module("prepare_full", "--components", "{work}/prepare", "--budget-s", "300", seconds=320),),
     "ranks": (
         Bench("sp2_denoise", (*_TORCHRUN, "scripts.bench.parallel_denoise", "--name", "sp2_denoise"), 150),
         Bench(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from prepare.families.minimax_h3.published import TEXT_ENCODER, TRANSFORMER, published_tensors
-from scripts.bench.prepare_full import main
+from scripts.bench.prepare_full import Components, main, measure, storage_left
+from scripts.bench.prepare_measured import memory
 from scripts.bench.prepare_parts import only_hashed, parts, pieces_that_fit, reconcile
+from scripts.bench.progress import Progress
 from scripts.bench.published_size import write_component
 from scripts.tiny_presets import preset
 
@@ -17,6 +20,9 @@ from scripts.tiny_presets import preset
 def test_components_are_prepared_one_after_the_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    left = tmp_path / "storage" / "part" / "checkpoint"  # by a run that was killed
+    left.mkdir(parents=True)
+    (left / "model_index.json").write_text("{")
     assert main(["--components", str(tmp_path / "storage"), "--preset", "test", "--pieces", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     found = [json.loads(line) for line in lines[:2]]
@@ -28,6 +34,47 @@ def test_components_are_prepared_one_after_the_other(
         assert all(size > 0 for size in part["bytes_out"].values())
     assert found[0]["of_these_holes"] == 0 < found[1]["of_these_holes"]
     assert list((tmp_path / "storage").iterdir()) == []
+
+
+def test_parts_without_time_or_room_are_named_and_not_begun(tmp_path: Path) -> None:
+    late = Components(tmp_path / "late", "test", 1, Progress(0))
+    late.run()
+    figures = late.figures()
+    assert figures["complete"] is False
+    assert figures["parts"] == []
+    assert [(missing["part"], missing["failed"].split(",")[0]) for missing in figures["missing"]] == [
+        (part.name, f"takes about {part.predicted_s:.0f} s") for part in parts("test", 1)
+    ]
+    narrow = Components(tmp_path / "narrow", "test", 1, Progress(1e6), free_bytes=lambda folder: 10**9)
+    narrow.run()
+    assert [missing["failed"] for missing in narrow.figures()["missing"]] == [
+        "needs 2.1 GB of storage and memory, 1.0 are free"
+    ] * 2
+
+
+def test_storage_in_memory_is_not_larger_than_the_memory() -> None:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        pytest.skip("no memory-backed storage")
+    assert 0 < storage_left(folder) <= memory("/proc/meminfo", "MemTotal") - (6 << 30)
+
+
+def test_released_parts_fit_into_the_machine_and_the_time_they_were_planned_for() -> None:
+    planned = parts("full", 1)
+    assert max(part.room_bytes for part in planned) < 110e9
+    assert sum(part.predicted_s for part in planned) < 300
+
+
+def test_a_prepare_that_fails_or_hangs_leaves_a_reason(tmp_path: Path) -> None:
+    assert measure(tmp_path / "nothing", tmp_path / "prepared", 1 << 20)["failed"] == "exit code 1"
+    found = measure(tmp_path / "nothing", tmp_path / "prepared", 1 << 20, limit_s=0.01)
+    assert found["failed"] == "out of time after 0 s"
+
+
+def test_writing_stops_at_its_deadline(tmp_path: Path) -> None:
+    (part, *_) = parts("test", 1)
+    with pytest.raises(TimeoutError, match="random weights"):
+        part.write(tmp_path, deadline=time.monotonic())
 
 
 def test_released_sizes_are_covered_and_reconciled() -> None:
