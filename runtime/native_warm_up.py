@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from loader.errors import CapabilityError, RequestError
 from runtime.native_libraries import create_handles
@@ -43,7 +44,7 @@ def warm_natively(
     items: Collection[str],
     operations: Operations,
     is_over: Callable[[], bool],
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Run the items on this thread until all are done or `is_over`.
 
     Args:

@@ -237,13 +237,19 @@ class WorkerStart:
         self.timeline.note(**compute.report())
         return compute
 
+    @property
+    def has_first_uses(self) -> bool:
+        """A GPU's libraries and kernels are loaded on first use; a CPU has nothing to gain."""
+        return self.device == "cuda"
+
     def warm_up_natively(self, results: Results) -> None:
         """First uses of a waiting request during the import of torch, where the settings ask for them."""
+        setting, request, preload = self.settings.native_warm_up, results["request"], self.preload
+        if not self.has_first_uses or setting == "none" or request is None or preload is None:
+            return
         from runtime.native_warm_up import chosen_items, warm_natively
 
-        items, request, preload = chosen_items(self.settings.native_warm_up), results["request"], self.preload
-        if self.device != "cuda" or not items or request is None or preload is None:
-            return
+        items = chosen_items(setting)
         preload.join()
         if preload.problem:
             self.timeline.note(native_warm_up={"problems": [preload.problem]})
@@ -261,17 +267,17 @@ class WorkerStart:
 
     def warm_up_libraries(self, results: Results) -> None:
         """First uses of a waiting request that need torch alone, while the models are being imported."""
-        if self.device == "cuda" and results["request"] is not None:
+        if self.has_first_uses and results["request"] is not None:
             results["family"].warm_up_libraries(results["request"], self.device)
 
     def warm_up_conditioner(self, results: Results) -> None:
         """The rest of its conditioner's first uses, on the same thread: most of it is waiting for the driver."""
-        if self.device == "cuda" and results["request"] is not None:
+        if self.has_first_uses and results["request"] is not None:
             results["family"].warm_up_conditioner(results["request"], results["compute"])
 
     def warm_up(self, results: Results) -> None:
-        """Initialise libraries on dummy data so that the first step pays for nothing; a CPU has nothing to gain."""
-        if self.device != "cuda":
+        """Initialise libraries on dummy data so that the first step pays for nothing."""
+        if not self.has_first_uses:
             return
         if not self.warm_up_denoiser(results):
             results["family"].warm_up(results["request"], results["compute"])
@@ -283,7 +289,7 @@ class WorkerStart:
         By default only with at least a fifth of the groups before the first evaluation missing, which is as long as it
         takes: beside a conditioner that has its weights it would delay the entry by more than it saves.
         """
-        if self.device != "cuda" or results["request"] is None:
+        if results["request"] is None:
             return False
         items = warm_up_items(self.settings.warm_up)
         if self.settings.warm_up == "all" and not self.has_time(

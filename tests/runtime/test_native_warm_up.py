@@ -35,13 +35,13 @@ def never() -> bool:
 
 def test_each_operation_is_timed() -> None:
     facts = warm_natively(find_torch(), "cpu", ("operators",), three, never)
-    assert list(facts["seconds"]) == ["first", "second", "third"]  # type: ignore[call-overload]
+    assert list(facts["seconds"]) == ["first", "second", "third"]
     assert facts["problems"] == []
 
 
 def test_it_stops_when_torch_is_ready() -> None:
     facts = warm_natively(find_torch(), "cpu", ("operators",), three, lambda: True)
-    assert list(facts["seconds"]) == ["first"]  # type: ignore[call-overload]
+    assert list(facts["seconds"]) == ["first"]
     assert facts["problems"] == ["torch was ready after first"]
 
 
@@ -54,7 +54,7 @@ def test_it_stops_when_torch_is_ready() -> None:
 )
 def test_failures_are_noted_and_end_it(install: TorchInstall, operations: Any, problem: str) -> None:
     facts = warm_natively(install, "cpu", ("operators",), operations, never)
-    (found,) = facts["problems"]  # type: ignore[misc]
+    (found,) = facts["problems"]
     assert problem in found
 
 

@@ -123,9 +123,11 @@ class MiniMaxH3:
         multiply_first(self.capabilities.config, rows, dtype, device)
 
     def warm_up_conditioner(self, prepared: Prepared, compute: Compute) -> None:
+        from runtime.families.minimax_h3.model.flash_by_name import without_choosing
         from runtime.families.minimax_h3.model.warm_up import condition_on_zeros
 
-        condition_on_zeros(self._job_input(prepared), self._manifest, compute, self._make_job(compute))
+        beside = without_choosing(compute)
+        condition_on_zeros(self._job_input(prepared), self._manifest, beside, self._make_job(beside))
 
     def warm_up_denoiser(self, prepared: Prepared, compute: Compute, items: Sequence[str]) -> bool:
         if not items:
