@@ -13,6 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import reference
+from kernels.catalog import OPERATORS, Operator
+from kernels.cubin import KernelSet
+from kernels.ops import Operators
+
 H, HEADS, K, F, PAIRS = 5376, 56, 128, 14336, 48  # DiT: hidden, heads, head dim, feed-forward, rotated pairs
 ENCODER_H, ENCODER_HEADS, ENCODER_KV, ENCODER_F = 5120, 64, 8, 25600
 KINDS = 4
@@ -23,7 +28,8 @@ Inputs = dict[str, Any]
 class Case:
     """name: of the bench's figures. method: of Operators. row_bytes: least bytes moved per row, read and written.
 
-    make: (rows, generator) → inputs. goal_us: at 4,722 rows, None where none is set.
+    make: (rows, generator) → inputs. goal_us: at the first of `timed_rows`, None where none is set. kernel: of the
+    catalog; "": named as the method.
     """
 
     name: str
@@ -31,17 +37,33 @@ class Case:
     row_bytes: int
     make: Callable[[int, torch.Generator], Inputs]
     goal_us: float | None = None
+    kernel: str = ""
+    check_rows: tuple[int, ...] = (1, 63, 4722)
+    timed_rows: tuple[int, ...] = (4722, 22519)
+
+    @property
+    def operator(self) -> Operator:
+        return OPERATORS[self.kernel or self.method]
+
+    @property
+    def eager(self) -> Any:
+        """What has the method in plain torch."""
+        return reference
+
+    def fused(self, kernels: KernelSet) -> Any:
+        """What has the method with these kernels; `fallbacks` names calls that ran eagerly."""
+        return Operators(kernels)
 
     def run(self, operators: Any, inputs: Inputs) -> tuple[Tensor, ...]:
         result = getattr(operators, self.method)(**inputs)
         return result if isinstance(result, tuple) else (result,)
 
-    def exact(self, reference: Any, inputs: Inputs) -> tuple[Tensor, ...]:
+    def exact(self, inputs: Inputs) -> tuple[Tensor, ...]:
         """float64 results; where the norm rounds is without meaning there."""
         wide = {name: _widen(value) for name, value in inputs.items()}
         if wide.get("round_before_weight"):
             wide["round_before_weight"] = False
-        return self.run(reference, wide)
+        return self.run(self.eager, wide)
 
 
 def _widen(value: Any) -> Any:

@@ -5,7 +5,8 @@
 
 Compiles the kernels of every tuning in child processes (this one never imports triton), checks each operator on fresh
 random inputs against float64 and the eager form with outputs poisoned by NaN, times each through CUDA graphs over
-buffers that do not fit the L2 cache, prints a table and writes `results/fused_operators.json`.
+buffers that do not fit the L2 cache, prints a table and writes `results/fused_operators.json` after every operator. Its
+`complete` and `missing` say whether all of it is there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import reference
 from kernels.catalog import OPERATORS, SHIPPED, architecture_of, num_tunings
 from kernels.cubin import KernelSet, load_kernels
 from kernels.cubin_index import for_architecture, read_index
@@ -35,13 +35,19 @@ from kernels.driver import CudaDriver
 from kernels.ops import Operators
 from scripts.bench.common import target, write_result
 from scripts.bench.fused_cases import CASES, LIBRARIES, Case, Inputs, clone
+from scripts.bench.fused_decoder_cases import DECODER_CASES
+from scripts.bench.fused_report import print_table, print_tuning, summarise, targets
+from scripts.bench.progress import Progress
 
 ROOT = Path(__file__).parents[2]
+_FIRST = 5  # cases of a DiT block; the decoder's follow, then the rest
+ALL_CASES: Mapping[str, Case] = dict(
+    [*list(CASES.items())[:_FIRST], *DECODER_CASES.items(), *list(CASES.items())[_FIRST:]]
+)
 # The CPU is for dry runs over Triton's interpreter; its times mean nothing.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CHECK_ROWS = (1, 63, 4722)
-TIMED_ROWS = (4722, 22519)
-SHARE_GOAL = 0.8
+ATTENTION_ROWS = 22519
+_COMPILE_S = 60  # what compiles longer is left out; 3 to 15 s are normal
 # Distinct buffers must exceed the 60 MB L2 several times, or repeated runs measure the cache.
 WORKING_SET = 512 * 2**20
 # bf16 results against float64: up to five roundings of 2^-9, added in quadrature and doubled for cancellation.
@@ -52,10 +58,14 @@ FLIP_TOLERANCE = 5e-3
 
 def compile_tunings(
     folder: Path, architecture: str, tunings: Sequence[int], operators: Sequence[str] = ()
-) -> list[Path]:
-    """One folder of cubins per tuning, compiled at the same time. operators: only these; none: all."""
+) -> dict[int, Path]:
+    """Tuning -> folder of cubins, compiled at the same time; what did not compile is missing, with a line.
+
+    Args:
+        operators: only these; none: all that have the tuning, and tuning 0 of all.
+    """
     jobs = str(max(1, (os.cpu_count() or 1) // len(tunings)))
-    children = []
+    children = {}
     for tuning in tunings:
         command = [
             sys.executable,
@@ -67,12 +77,22 @@ def compile_tunings(
             jobs,
         ]
         command += ["--tuning", str(tuning), "--out", str(folder / str(tuning))]
-        command += [part for name in operators for part in ("--operator", name)]
-        children.append(subprocess.Popen(command, cwd=ROOT))
-    failed = [tuning for tuning, child in zip(tunings, children, strict=True) if child.wait() != 0]
+        names = operators or [name for name, operator in OPERATORS.items() if tuning < len(operator.tunings)]
+        command += [part for name in names for part in ("--operator", name)]
+        children[tuning] = subprocess.Popen(command, cwd=ROOT)
+    end = time.monotonic() + _COMPILE_S
+    failed = [tuning for tuning, child in children.items() if _ending(child, end) != 0]
     if failed:
-        print(f"tunings {failed} did not compile")
-    return [folder / str(tuning) for tuning in tunings if tuning not in failed]
+        print(f"tunings {failed} did not compile", file=sys.stderr)
+    return {tuning: folder / str(tuning) for tuning in tunings if tuning not in failed}
+
+
+def _ending(child: subprocess.Popen[bytes], end: float) -> int:
+    try:
+        return child.wait(max(0.1, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.wait()
 
 
 def load(folder: Path, architecture: str, figures: dict[str, Any]) -> KernelSet:
@@ -88,11 +108,11 @@ def load(folder: Path, architecture: str, figures: dict[str, Any]) -> KernelSet:
     return kernels
 
 
-def check(case: Case, operators: Operators, rows: int, seed: int) -> dict[str, float]:
+def check(case: Case, operators: Any, rows: int, seed: int) -> dict[str, float]:
     """Errors on fresh inputs. Raises AssertionError on an unwritten element, a fallback or too large an error."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     inputs = case.make(rows, generator)
-    exact, eager = case.exact(reference, inputs), case.run(reference, clone(inputs))
+    exact, eager = case.exact(inputs), case.run(case.eager, clone(inputs))
     operators.fallbacks.clear()
     torch._C._set_deterministic_algorithms(
         True, warn_only=True
@@ -105,7 +125,7 @@ def check(case: Case, operators: Operators, rows: int, seed: int) -> dict[str, f
             out = torch.empty(rows, width, dtype=torch.bfloat16, device=DEVICE)
             apart = case.run(operators, clone(inputs) | {"out": out})
             assert all(torch.equal(a, b) for a, b in zip(ours, apart, strict=True)), "in place differs"
-        if case.method == "swiglu":
+        if case.operator.name == "swiglu":
             placed = case.run(operators, clone(inputs) | {"in_place": True})
             assert torch.equal(ours[0], placed[0]), "in place differs"
         _synchronize()
@@ -202,62 +222,77 @@ def library_call(case: Case) -> Callable[[Inputs], Any] | None:
         import flashinfer
     except ImportError:
         return None
-    if case.method == "swiglu":  # gate first, one rounding: not the reference numerics, but the same bytes
+    if (
+        case.operator.name == "swiglu"
+    ):  # gate first, one rounding: not the reference numerics, but the same bytes
         return lambda inputs: flashinfer.silu_and_mul(inputs["buffer"])
     if case.method == "rms_norm":
         return lambda inputs: flashinfer.norm.rmsnorm(inputs["x"], inputs["weight"], inputs["eps"])
     return None
 
 
-def time_case(case: Case, rows: int, sets: Sequence[KernelSet], stop: float) -> dict[str, Any]:
-    """All times of one case at one row count, in microseconds; tunings are skipped when `stop` has passed."""
+def time_case(
+    case: Case, rows: int, sets: Mapping[int, KernelSet], stop: float, repeats: int = 25
+) -> dict[str, Any]:
+    """All times of one case at one row count, in microseconds.
+
+    What ships is timed first; other tunings and the library are skipped when `stop` (of `time.perf_counter`) has passed.
+    """
     bytes_moved = case.row_bytes * rows
     inputs = buffers(case, rows)
-    result: dict[str, Any] = {
-        "rows": rows,
-        "bytes": bytes_moved,
-        "copy_us": time_copy(bytes_moved),
-        "tunings": {},
-    }
+    copied = time_copy(bytes_moved)
+    result: dict[str, Any] = {"rows": rows, "bytes": bytes_moved, "copy_us": copied, "tunings": {}}
+    for number in _in_order(case, sets):
+        if result["tunings"] and time.perf_counter() > stop:
+            continue
+        operators = case.fused(sets[number])
+        median, least = time_graph([partial(case.run, operators, item) for item in inputs], repeats)
+        result["tunings"][number] = {"us": median, "least_us": least}
     eager = inputs[: max(2, len(inputs) // 4)]
-    result["eager_us"] = time_graph([partial(case.run, reference, item) for item in eager], 5)[0]
+    result["eager_us"] = time_graph([partial(case.run, case.eager, item) for item in eager], 5)[0]
     call = library_call(case)
-    if call is not None:
+    if call is not None and time.perf_counter() < stop:
         try:
             result["library_us"] = time_graph([partial(call, item) for item in inputs], 20)[0]
         except Exception as cause:  # noqa: BLE001  a library's failure must not cost our own figures
             result["library_error"] = repr(cause)
-    for number, kernels in enumerate(sets):
-        if number >= len(OPERATORS[case.method].tunings) or (number and time.perf_counter() > stop):
-            break
-        operators = Operators(kernels)
-        median, least = time_graph([partial(case.run, operators, item) for item in inputs], 25)
-        result["tunings"][number] = {"us": median, "least_us": least}
     return result
 
 
-def host_cost(kernels: KernelSet) -> dict[str, float]:
+def shipped_tuning(case: Case, sets: Mapping[int, KernelSet]) -> int:
+    (architecture,) = {kernels.architecture for kernels in sets.values()}
+    return SHIPPED[architecture].get(case.operator.name, 0)
+
+
+def _in_order(case: Case, sets: Mapping[int, KernelSet]) -> list[int]:
+    """The tunings of a case that are there; what ships comes first."""
+    shipped = shipped_tuning(case, sets)
+    numbers = [number for number in sets if number < len(case.operator.tunings)]
+    return sorted(numbers, key=lambda number: (number != shipped, number))
+
+
+def host_cost(kernels: KernelSet, count: int = 500) -> dict[str, float]:
     """Microseconds of host time a call: a whole operator, and the launch alone, at one row."""
     case = CASES["norm_modulate"]
     inputs = case.make(1, torch.Generator(DEVICE).manual_seed(1))
     operators, kernel = Operators(kernels), kernels.find("norm_modulate", 5376)
     assert kernel is not None
-    stream = torch.cuda.current_stream().cuda_stream
+    stream = torch.cuda.current_stream().cuda_stream if DEVICE == "cuda" else 0
     x, out = inputs["x"], torch.empty_like(inputs["x"])
     addresses = [inputs[name].data_ptr() for name in ("weight", "shift", "scale", "index")]
-    strides = (x.stride(0), inputs["shift"].stride(0), out.stride(0), 1e-5)
-    values = (x.data_ptr(), *addresses, out.data_ptr(), *strides)
+    strides = (x.stride(0), inputs["shift"].stride(0), out.stride(0))
+    values = (x.data_ptr(), *addresses, out.data_ptr(), *strides, len(x), 1e-5)
     return {
-        "operator_us": _host_us(lambda: case.run(operators, inputs)),
-        "launch_us": _host_us(lambda: kernel.launch(1, stream, *values)),
+        "operator_us": _host_us(lambda: case.run(operators, inputs), count),
+        "launch_us": _host_us(lambda: kernel.launch(1, stream, *values), count),
     }
 
 
-def _host_us(call: Callable[[], Any], count: int = 500) -> float:
+def _host_us(call: Callable[[], Any], count: int) -> float:
     """Fewer calls than the driver's queue holds, so that the host never waits for the device."""
     times = []
     for _ in range(5):
-        torch.cuda.synchronize()
+        _synchronize()
         start = time.perf_counter()
         for _ in range(count):
             call()
@@ -292,78 +327,23 @@ def attention_figures(rows: int) -> dict[str, Any]:
     return result
 
 
-def targets(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Names fixed by the plan of this work. Shares are of the large copy's bandwidth, at the smaller row count."""
-    result: dict[str, dict[str, Any]] = {}
-    for name, case in CASES.items():
-        timed = figures["cases"].get(name, {}).get("timed", {}).get(str(TIMED_ROWS[0]))
-        if timed is None:
-            continue
-        value = timed["ours_us"]
-        if case.goal_us is not None:
-            result[f"fused_{name}_us"] = target(value, case.goal_us, "lower")
-        result[f"fused_{name}_bandwidth_share"] = target(timed["share"], SHARE_GOAL, "higher")
-    return result
-
-
-def summarise(timed: dict[str, Any], bandwidth: float, shipped: int) -> dict[str, Any]:
-    """Adds what ships, the best tuning and shares of the copy rate."""
-    if not timed["tunings"]:
-        return timed
-    best = min(timed["tunings"], key=lambda number: timed["tunings"][number]["us"])
-    ours = timed["tunings"].get(shipped, timed["tunings"][best])["us"]
-    floor = timed["bytes"] / bandwidth * 1e6
-    return timed | {
-        "ours_us": ours,
-        "floor_us": floor,
-        "share": floor / ours,
-        "share_of_same_copy": timed["copy_us"] / ours,
-        "best_tuning": best,
-        "best_us": timed["tunings"][best]["us"],
-    }
-
-
-def run_case(case: Case, sets: Sequence[KernelSet], bandwidth: float, stop: float) -> dict[str, Any]:
-    """Checks of every tuning, then times. A failure is a figure, not the end of the bench."""
+def run_case(case: Case, sets: Mapping[int, KernelSet], bandwidth: float, stop: float) -> dict[str, Any]:
+    """Checks and times of what ships, then of the other tunings. A failure is a figure, not the end of the bench."""
     result: dict[str, Any] = {"checks": {}, "timed": {}}
     try:
-        for number, kernels in enumerate(sets[: len(OPERATORS[case.method].tunings)]):
-            for rows in CHECK_ROWS if number == 0 else CHECK_ROWS[1:2]:
-                result["checks"][f"{number}@{rows}"] = check(
-                    case, Operators(kernels), rows, seed=rows + number
-                )
-        for rows in TIMED_ROWS:
-            shipped = SHIPPED[sets[0].architecture].get(case.method, 0)
-            result["timed"][str(rows)] = summarise(time_case(case, rows, sets, stop), bandwidth, shipped)
-            torch.cuda.empty_cache()
+        for place, number in enumerate(_in_order(case, sets)):
+            for rows in case.check_rows if place == 0 else case.check_rows[1:2]:
+                operators = case.fused(sets[number])
+                result["checks"][f"{number}@{rows}"] = check(case, operators, rows, seed=rows + number)
+        for rows in case.timed_rows:
+            timed = time_case(case, rows, sets, stop)
+            result["timed"][str(rows)] = summarise(timed, bandwidth, shipped_tuning(case, sets))
+            if DEVICE == "cuda":
+                torch.cuda.empty_cache()
     except Exception as cause:  # noqa: BLE001  reported in the table, the other operators still run
         result["failed"] = f"{type(cause).__name__}: {cause}"
         traceback.print_exc()
     return result
-
-
-def print_table(figures: dict[str, Any]) -> None:
-    print(f"\ncopy {figures['copy_tbps']:.2f} TB/s, host {figures['host']}, attention {figures['attention']}")
-    print(
-        f"{'operator':<22}{'rows':>6}{'eager':>9}{'ours':>8}{'best':>8}{'@':>2}{'lib':>8}{'copy':>8}{'floor':>8}{'share':>7}{'error':>10}{'flips':>10}"
-    )
-    for name, case in figures["cases"].items():
-        if "failed" in case:
-            print(f"{name:<22}  FAILED {case['failed'][:120]}")
-        worst = (
-            {key: max(c[key] for c in case["checks"].values()) for key in ("error", "flips")}
-            if case["checks"]
-            else {}
-        )
-        for rows, t in case["timed"].items():
-            if "ours_us" not in t:
-                continue
-            library = f"{t['library_us']:.1f}" if "library_us" in t else "-"
-            print(
-                f"{name:<22}{rows:>6}{t['eager_us']:>9.1f}{t['ours_us']:>8.1f}{t['best_us']:>8.1f}{t['best_tuning']:>2}"
-                f"{library:>8}{t['copy_us']:>8.1f}{t['floor_us']:>8.1f}{t['share']:>7.2f}"
-                f"{worst.get('error', -1):>10.1e}{worst.get('flips', -1):>10.1e}"
-            )
 
 
 def tune(
@@ -371,20 +351,21 @@ def tune(
     sets: Mapping[int, KernelSet],
     bandwidth: float,
     rounds: int,
-    check_rows: Sequence[int] = CHECK_ROWS,
-    timed_rows: Sequence[int] = TIMED_ROWS,
+    check_rows: Sequence[int] = (),
+    timed_rows: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Checks and times every tuning of one operator. Tunings take turns, so that none has the cooler clock."""
     result: dict[str, Any] = {"checks": {}, "timed": {}}
     for number, kernels in sets.items():
-        for rows in check_rows:
-            result["checks"][f"{number}@{rows}"] = check(case, Operators(kernels), rows, seed=rows + number)
-    for rows in timed_rows:
+        for rows in check_rows or case.check_rows:
+            operators = case.fused(kernels)
+            result["checks"][f"{number}@{rows}"] = check(case, operators, rows, seed=rows + number)
+    for rows in timed_rows or case.timed_rows:
         inputs = buffers(case, rows)
         times: dict[int, list[float]] = {number: [] for number in sets}
         for _ in range(rounds):
             for number, kernels in sets.items():
-                calls = [partial(case.run, Operators(kernels), item) for item in inputs]
+                calls = [partial(case.run, case.fused(kernels), item) for item in inputs]
                 times[number].append(round(time_graph(calls, 25)[0], 3))
         medians = {number: statistics.median(values) for number, values in times.items()}
         best = min(medians, key=lambda number: medians[number])
@@ -404,19 +385,19 @@ def tune(
 
 def run_tuning(name: str, architecture: str, rounds: int) -> None:
     """Prints which index belongs into `kernels.catalog.SHIPPED`, and writes `results/tune_<operator>.json`."""
-    case = CASES[name]
-    tunings = OPERATORS[case.method].tunings
+    case = ALL_CASES[name]
+    tunings = case.operator.tunings
     figures: dict[str, Any] = {"architecture": architecture, "tunings": [t._asdict() for t in tunings]}
     with tempfile.TemporaryDirectory() as scratch:
-        folders = compile_tunings(Path(scratch), architecture, range(len(tunings)), [case.method])
+        folders = compile_tunings(Path(scratch), architecture, range(len(tunings)), [case.operator.name])
         torch.zeros(1, device="cuda")
-        sets = {int(folder.name): load(folder, architecture, figures) for folder in folders}
-        entries = {int(folder.name): read_index(folder)[0] for folder in folders}
+        sets = {number: load(folder, architecture, figures) for number, folder in folders.items()}
+        entries = {number: read_index(folder)[0] for number, folder in folders.items()}
     figures["registers"] = {number: [e.registers, e.stack_bytes] for number, e in entries.items()}
     copied = 4 * 2**30
     bandwidth = copied / time_copy(copied, 5) * 1e6
     figures |= {"copy_tbps": bandwidth / 1e12, **tune(case, sets, bandwidth, rounds)}
-    small = figures["timed"][str(TIMED_ROWS[0])]
+    small = figures["timed"][str(case.timed_rows[0])]
     goals = (
         {} if case.goal_us is None else {f"fused_{name}_us": target(small["best_us"], case.goal_us, "lower")}
     )
@@ -426,62 +407,118 @@ def run_tuning(name: str, architecture: str, rounds: int) -> None:
     print_tuning(case, architecture, figures["timed"])
 
 
-def print_tuning(case: Case, architecture: str, timed: Mapping[str, Mapping[str, Any]]) -> None:
-    tunings = OPERATORS[case.method].tunings
-    for rows, times in timed.items():
-        for number, microseconds in sorted(times["median_us"].items(), key=lambda item: item[1]):
-            print(f"{rows:>6} rows  tuning {number}  {microseconds:8.2f} us  {tunings[number]}")
-        print(f"SHIPPED[{architecture!r}][{case.method!r}] = {times['best']}  # at {rows} rows")
-
-
-def write(figures: dict[str, Any]) -> None:
+def write_figures(figures: dict[str, Any]) -> None:
     """The result file, and a copy where the device machine collects files."""
     path = write_result(
-        "fused_operators", figures, targets(figures), "python -m scripts.bench.fused_operators"
+        "fused_operators", figures, targets(figures, CASES), "python -m scripts.bench.fused_operators"
     )
     if out := os.environ.get("OUT"):
         shutil.copy(path, out)
-    print(path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tunings", type=int, nargs="*", default=list(range(num_tunings())))
-    parser.add_argument("--kernels", type=Path, help="folders 0, 1, … compiled before, instead of compiling")
-    parser.add_argument("--operators", nargs="*", choices=sorted(CASES), default=list(CASES))
-    parser.add_argument("--budget-s", type=float, default=95, help="skip further tunings after this long")
-    parser.add_argument("--tune", choices=sorted(CASES), help="only this operator, all of its tunings")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each tuning with --tune")
-    options = parser.parse_args()
-    stop = time.perf_counter() + options.budget_s
+class Run:
+    """The whole bench: figures so far, and what is not among them. Written after every case.
+
+    figures["complete"] is True only when every part that was asked for was measured and none failed.
+    """
+
+    def __init__(
+        self,
+        cases: Mapping[str, Case],
+        progress: Progress,
+        write: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        self.progress, self._cases, self._write = progress, cases, write or write_figures
+        self.figures: dict[str, Any] = {"complete": False, "missing": [], "cases": {}, "libraries": LIBRARIES}
+
+    def measure(
+        self, sets: Mapping[int, KernelSet], bandwidth: float, others: Mapping[str, Callable[[], Any]]
+    ) -> None:
+        """All cases, then the other figures. No case is begun when the budget is spent; tunings end at two thirds."""
+        figures = self.figures
+        figures["copy_tbps"] = bandwidth / 1e12
+        soft = time.perf_counter() + self.progress.left_s * 2 / 3
+        for name, case in self._cases.items():
+            if self.progress.left_s <= 0:
+                break
+            self.progress.say(name)
+            figures["cases"][name] = run_case(case, sets, bandwidth, soft)
+            self._save(others)
+        for name, take in others.items():
+            self.progress.say(name)
+            figures[name] = self._guarded(take)
+        figures["triton_imported"] = "triton" in sys.modules
+        self._save(others)
+
+    def _save(self, others: Iterable[str]) -> None:
+        figures = self.figures
+        measured = figures["cases"] | {name: figures[name] for name in others if name in figures}
+        wanted = [*self._cases, *others]
+        figures["missing"] = [
+            name for name in wanted if "failed" in measured.get(name, {"failed": "not begun"})
+        ]
+        figures["complete"] = not figures["missing"]
+        self._write(figures)
+
+    def _guarded(self, take: Callable[[], Any]) -> Any:
+        if self.progress.left_s <= 0:
+            return {"failed": "out of time"}
+        try:
+            return take()
+        except Exception as cause:  # noqa: BLE001  costs only itself
+            traceback.print_exc()
+            return {"failed": f"{type(cause).__name__}: {cause}"}
+
+
+def main() -> int:
+    """1 if anything is missing."""
+    options = _options()
+    progress = Progress(options.budget_s)
     architecture = architecture_of(torch.cuda.get_device_capability())
     if options.tune:
         run_tuning(options.tune, architecture, options.rounds)
-        return
-    figures: dict[str, Any] = {"architecture": architecture, "cases": {}, "libraries": LIBRARIES}
+        return 0
+    run = Run({name: ALL_CASES[name] for name in options.operators}, progress)
+    figures = run.figures
+    figures["architecture"] = architecture
     with tempfile.TemporaryDirectory() as scratch:
-        start = time.perf_counter()
         if options.kernels is not None:
-            folders = [options.kernels / str(tuning) for tuning in options.tunings]
+            folders = {tuning: options.kernels / str(tuning) for tuning in options.tunings}
         else:
+            progress.say(f"compiling {len(options.tunings)} tunings for {architecture}")
             folders = compile_tunings(Path(scratch), architecture, options.tunings)
-        figures["compile_s"] = round(time.perf_counter() - start, 1)
+        figures["compile_s"] = round(progress.seconds, 1)
+        progress.say("loading")
         torch.zeros(1, device="cuda")
-        sets = [load(folder, architecture, figures) for folder in folders]
-        entries = read_index(folders[0])
+        sets = {number: load(folder, architecture, figures) for number, folder in folders.items()}
+        entries = read_index(next(iter(folders.values())))
     figures["compiler"] = dict(entries[0].compiler)
     figures["registers"] = {entry.title: entry.registers for entry in entries}
-    figures["attention"] = attention_figures(TIMED_ROWS[1])
     copied = 4 * 2**30
     bandwidth = copied / time_copy(copied, 5) * 1e6
-    figures["copy_tbps"] = bandwidth / 1e12
-    figures["host"] = host_cost(sets[0])
-    for name in options.operators:
-        figures["cases"][name] = run_case(CASES[name], sets, bandwidth, stop)
-    figures["triton_imported"] = "triton" in sys.modules
-    write(figures)
+    first = next(iter(sets.values()))
+    run.measure(
+        sets,
+        bandwidth,
+        {"host": lambda: host_cost(first), "attention": lambda: attention_figures(ATTENTION_ROWS)},
+    )
     print_table(figures)
+    progress.say(f"missing: {', '.join(figures['missing']) or 'nothing'}")
+    return int(not figures["complete"])
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tunings", type=int, nargs="*", default=list(range(num_tunings())))
+    parser.add_argument("--kernels", type=Path, help="folders 0, 1, … compiled before, instead of compiling")
+    parser.add_argument("--operators", nargs="*", choices=sorted(ALL_CASES), default=list(ALL_CASES))
+    parser.add_argument(
+        "--budget-s", type=float, default=85, help="no operator is begun later; tunings end at two thirds"
+    )
+    parser.add_argument("--tune", choices=sorted(ALL_CASES), help="only this operator, all of its tunings")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each tuning with --tune")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -101,7 +101,7 @@ PARTS: Mapping[str, tuple[Bench, ...]] = {
         ),
     ),
     "imports": (_module("import_torch", seconds=160),),
-    "kernels": (_module("fused_operators", seconds=90),),
+    "kernels": (_module("fused_operators", seconds=120),),
     "step": (
         _module("warm_step", seconds=180),
         _module("first_step", _BUNDLE, seconds=200, needs=_MANIFEST),
