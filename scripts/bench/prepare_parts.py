@@ -26,6 +26,7 @@ from scripts.tiny_presets import TinyConfig, preset
 
 _FILE_BYTES = 8 << 30
 _RESERVE = 2 << 30
+_STEADY = 0.99  # of the free bytes: they change a little while other parts run
 _START_S = 10  # two processes that import torch, and the tiny networks
 # Prepared components of each published one.
 _PREPARED = {TRANSFORMER: (TRANSFORMER, "adaln"), TEXT_ENCODER: (TEXT_ENCODER, "text_encoder_embed")}
@@ -97,10 +98,15 @@ def parts(sizes: str, transformer_pieces: int) -> list[Part]:
 
 
 def pieces_that_fit(sizes: str, free_bytes: int) -> int:
-    """Least number of trees that the transformer must be cut into."""
-    model = preset(sizes).model
-    whole = _published_bytes(model, TRANSFORMER) + _planned_bytes(model, TRANSFORMER)
-    return max(1, -(-whole // max(1, free_bytes - _RESERVE)))
+    """Least number of trees that the transformer must be cut into; every one has the layers' neighbours too. Where not even
+    one layer fits, as many as there are layers."""
+    full = preset(sizes)
+    layers = full.model.transformer.num_layers
+    for pieces in range(1, layers):
+        largest = Part("", TRANSFORMER, _with_transformer(full, -(-layers // pieces)), _FILE_BYTES)
+        if largest.room_bytes <= free_bytes * _STEADY:
+            return pieces
+    return layers
 
 
 def only_hashed(model: H3Config) -> frozenset[str]:

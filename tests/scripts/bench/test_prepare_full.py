@@ -110,9 +110,11 @@ def test_released_sizes_are_covered_and_reconciled() -> None:
     assert found["sums"]["prepare_s"] == 4
 
 
-@pytest.mark.parametrize(("gigabytes", "pieces"), [(110, 1), (108, 2), (64, 2), (40, 3)])
+@pytest.mark.parametrize(("gigabytes", "pieces"), [(110, 1), (108, 2), (64, 2), (42, 3), (18, 9)])
 def test_transformer_is_cut_where_it_does_not_fit(gigabytes: int, pieces: int) -> None:
     assert pieces_that_fit("full", gigabytes * 10**9) == pieces
+    (*transformer, _) = parts("full", pieces)
+    assert max(part.room_bytes for part in transformer) <= gigabytes * 10**9
 
 
 def test_pieces_have_all_layers() -> None:
