@@ -18,9 +18,10 @@ from loader.load_plan import LoadPlan, recut
 from loader.options import StreamOptions
 from loader.plan_wire import VERIFY_LEVELS, ReadSettings, encode_plan
 from loader.progress import LoadProgress
-from loader.reader_link import ReaderLink, spawn_reader
+from loader.reader_link import EmbeddedReader, ReaderLink, spawn_reader
 from loader.remote_upload import RemoteUpload
 from loader.row_gather import RowDesk
+from loader.slots import SlotStack, slots_to_keep
 from loader.stream import WeightStream
 from loader.upload_wire import work_of
 from loader.uploader import Uploader
@@ -73,6 +74,7 @@ class _DeviceLoad:
         threads = budget.reader_threads(min(cpus.value, len(self.near) or cpus.value), _PARENTS_CPUS)
         if options.threads:
             threads = budget.Choice(options.threads, "forced")
+        self._threads = threads.value
         headroom = budget.memory_headroom()
         self.choice = budget.choose_ring(
             threads.value, plan.chunk_bytes, plan.total_bytes, headroom.value, options.ring_bytes, options.slot_bytes
@@ -140,10 +142,11 @@ class _DeviceLoad:
         """Start the reader, give the process its work. Raises: OSError: one is not possible; both are ended then."""
         link = None
         try:
-            link = self._sharing_reader()
+            link = self._sharing_reader(process)
             self._begin(link)
             work = work_of(
-                self.plan, self.choice.slots, self.choice.slot_bytes, self.options.reserve_bytes, self.options.staging_slots
+                self.plan, self.choice.slots, self.choice.slot_bytes, self._keep(link.recycles), self.options.reserve_bytes,
+                self.options.staging_slots,
             )  # fmt: skip
             process.begin(work.encode(), link.shared_fds())
             link.drop_pool()
@@ -153,9 +156,17 @@ class _DeviceLoad:
             _end(process, link)
             raise OSError(f"{error}; uploader process: {ending}") from error
 
-    def _sharing_reader(self) -> ReaderLink:
+    def _keep(self, recycles: bool) -> int:
+        """Free slots that the reader should have at most; all of them where someone else decides that."""
+        choice = self.choice
+        return slots_to_keep(self._threads, choice.slot_bytes) if recycles else choice.slots
+
+    def _sharing_reader(self, process: UploaderProcess) -> ReaderLink:
+        """The one that was started early, or one inside the uploader's process."""
         reader, self._reader = self._reader, None
-        return reader if reader is not None and reader.can_share else spawn_reader()
+        if reader is not None and reader.can_share:
+            return reader
+        return spawn_reader() if self.options.reader == "child" else EmbeddedReader(process)
 
     def open_local(self) -> Transport:
         """Path A, or what remains below it."""
@@ -187,6 +198,7 @@ class _DeviceLoad:
             self.progress,
             self.rows,
             self._patience,
+            lambda: SlotStack(self.choice.slots, self._keep(link is None or link.recycles)),
         )
 
 

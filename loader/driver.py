@@ -33,6 +33,10 @@ class Driver(Protocol):
         """Initialise the driver; the device's primary context, which is never released."""
         ...
 
+    def release_context(self, ordinal: int) -> None:
+        """Undo one `retain_context`: without another one in this process, all that it holds on the device is freed."""
+        ...
+
     def use_context(self, context: int) -> None:
         """Make it current in this thread, unless this thread has a current context."""
         ...
@@ -195,6 +199,10 @@ class CudaDriver:
             )
         device = self._check("cuDeviceGet", cu.cuDeviceGet(ordinal))
         return int(self._check("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(device)))
+
+    def release_context(self, ordinal: int) -> None:
+        device = self._check("cuDeviceGet", self._cu.cuDeviceGet(ordinal))
+        self._check("cuDevicePrimaryCtxRelease", self._cu.cuDevicePrimaryCtxRelease(device))
 
     def use_context(self, context: int) -> None:
         if int(self._check("cuCtxGetCurrent", self._cu.cuCtxGetCurrent())) == 0:

@@ -43,6 +43,7 @@ class HostLink:
 
     kind = "shared"
     can_share = True
+    recycles = False  # the hub does, once every rank has given it back
 
     def __init__(
         self, connection: socket.socket, member: int, fds: tuple[int, int, int, int], ring: tuple[int, int]
@@ -81,7 +82,7 @@ class HostLink:
                 os.close(self._pool)
             self._pool = -1
 
-    def shared_fds(self) -> tuple[int, int, int]:
+    def shared_fds(self) -> tuple[int, ...]:
         """(ring, records to read, slots to write) for an uploader in another process; still owned here."""
         return self._pool, self._records, self._slots
 

@@ -52,6 +52,8 @@ class Intake:
             self._progress.mark(
                 f"reader used {extra} threads, waited {offset / 1e9:.3f} s for slots", size=size
             )
+        elif kind == wire.GREW:
+            self._progress.mark(f"storage is slow: {extra} reader threads from here on")
         elif kind == wire.DONE:
             self.is_done = True
         elif kind == wire.GATHERED:

@@ -1,6 +1,7 @@
 """Ways to get bytes to their place, best first; the choice and its reason are marks of the load.
 
-U  child process, shared ring, and an uploader in a process of its own, whose device memory is mapped here
+U  an uploader in a process of its own, whose device memory is mapped here and whose threads read; or the reader is a
+   child with a shared ring
 A  child process, shared ring, registered slot by slot; the uploader is a thread of this process
 B  no child or no shared memory: threads of this process, private ring with huge pages, registered
 C  registration refused: ring allocated by the driver, threads of this process

@@ -1,7 +1,7 @@
 """The reader: many threads move file bytes into a ring or into host arenas, in plan order.
 
-Runs as a bare child (`python -S -E -I reader.py …`) or as threads of the parent, which imports this file for the wire
-format. It may import nothing but a short list of the standard library: start-up time is most of its reason to exist.
+Runs as threads of an uploader process, as a bare child (`python -S -E -I reader.py …`), or as threads of the parent, which
+imports this file for the wire format. It may import nothing but a short list of the standard library: start-up time is most of its reason to exist.
 
 Wire format, all little-endian. `free` (to the reader): 4-byte slot numbers, end of file = stop. `full` (from it):
 64-byte records. `ctl` (to it): u32 length, u8 kind, payload. The plan lies in a memfd:
@@ -18,6 +18,11 @@ import struct
 import sys
 import threading
 import time
+
+try:
+    from _queue import SimpleQueue  # `queue` itself imports three times as much
+except ImportError:
+    from queue import SimpleQueue
 
 TYPE_CHECKING = False  # the typing module costs as much as everything else here
 if TYPE_CHECKING:
@@ -44,7 +49,7 @@ ERROR_BYTES = 16384
 NO_SLOT = 0xFFFFFFFF
 
 # record kinds
-HELLO, FULL, RETRY, BAD_FILE, ERROR, DONE, STATS, GATHERED, CHANGED, HASHED, CRASH = range(11)
+HELLO, FULL, RETRY, BAD_FILE, ERROR, DONE, STATS, GATHERED, CHANGED, HASHED, CRASH, GREW = range(12)
 # meaning of `extra` in an ERROR record
 WHY_ERRNO, WHY_SHORT, WHY_EDGE, WHY_BLOCK, WHY_SIZE, WHY_FAULT = range(6)
 # message kinds
@@ -62,6 +67,10 @@ _HASH_BYTES_PER_S = (
 )
 _GROW_AFTER_S, _GROW_BELOW = 0.5, 3e9
 _MAX_READ = 16 << 20
+PART_BYTES = (
+    4 << 20
+)  # of a chunk, for one thread: all of them fill few slots at a time, which the caches can hold
+_PARTS_OF_A_CHUNK = 4  # as a rule
 
 
 def load_sha256(whole: bool = False) -> Callable[..., Any]:
@@ -77,6 +86,11 @@ def load_sha256(whole: bool = False) -> Callable[..., Any]:
         except ImportError:
             continue
     return load_sha256(whole=True)
+
+
+if TYPE_CHECKING:
+    Segment = tuple[int, int, int]  # read, first byte of it, bytes
+    Part = tuple[int, int, bool, list[Segment]]  # chunk, slot, whether it is the chunk's first, what to read
 
 
 class Stop(Exception):
@@ -218,6 +232,9 @@ class Reader:
         self.read_bytes = 0
         self.slot_wait_s = 0.0
         self.grown = False
+        self.num_workers = 0
+        self.parts: SimpleQueue[Part | None] = SimpleQueue()
+        self.unread: dict[int, list[int]] = {}  # chunk under way -> parts left, start ns
         self.checked_tables: set[tuple[int, int]] = set()
         self.pool = memoryview(b"")
         self.drop_pool: Callable[[], None] = lambda: None
@@ -247,8 +264,8 @@ class Reader:
     def fail(self, failure: Failure) -> None:
         with self.lock:
             first = not self.failed
-            self.failed = self.stopped = True
-            self.gate.notify_all()
+            self.failed = True
+            self._halt()
         if first:
             self.send(
                 ERROR, failure.file, code=failure.code, count=failure.count, offset=failure.offset, start=failure.extra,
@@ -299,8 +316,13 @@ class Reader:
             pass
         finally:
             with self.lock:
-                self.stopped = True
-                self.gate.notify_all()
+                self._halt()
+
+    def _halt(self) -> None:
+        """Wakes everyone who waits for something. The lock is held."""
+        self.stopped = True
+        self.gate.notify_all()
+        self.parts.put(None)
 
     def begin(self) -> None:
         """Check every file, then start the threads."""
@@ -318,7 +340,13 @@ class Reader:
         self.start_s, self.start_cpu = time.monotonic(), sum(os.times()[:2])
         if not self.left:
             self.finish()
-        for _ in range(min(plan.threads, self.left)):
+            return
+        self._start(self.feed)
+        self._hire(min(plan.threads, self.left * _PARTS_OF_A_CHUNK))
+
+    def _hire(self, count: int) -> None:
+        self.num_workers += count
+        for _ in range(count):
             self._start(self.work)
 
     def _start(self, target: Callable[..., None], *arguments: object) -> None:
@@ -428,31 +456,73 @@ class Reader:
 
     # -- work --------------------------------------------------------------------------------------------------
 
-    def work(self) -> None:
+    def feed(self) -> None:
         """Take a slot first, then the next chunk: chunks leave in nearly plan order and no order can deadlock."""
         ring = self.plan.mode == RING
         while True:
             slot = self.take_slot() if ring else NO_SLOT
             chunk = self.take_chunk()
             if chunk < 0:
+                self.parts.put(None)
                 return
-            start = time.monotonic_ns()
-            checked = self.hash_block(chunk) if self.plan.mode == HASH else self.fill(chunk, slot)
-            end = time.monotonic_ns()
-            size = sum(self.plan.reads[i][1] for i in self.read_indexes(chunk))
-            kind = HASHED if self.plan.mode == HASH else FULL
-            self.send(kind, chunk, slot, 0, size, start, end, checked=checked)
-            self.after(size)
+            cuts = self.cut(chunk)
+            self.unread[chunk] = [len(cuts), 0]
+            for number, segments in enumerate(cuts):
+                self.parts.put((chunk, slot, number == 0, segments))
+
+    def cut(self, chunk: int) -> list[list[Segment]]:
+        """A chunk's reads in parts of at most PART_BYTES; whole where it is only hashed."""
+        most = 1 << 62 if self.plan.mode == HASH else PART_BYTES
+        cuts: list[list[Segment]] = [[]]
+        room = most
+        for index in self.read_indexes(chunk):
+            first, end = 0, self.plan.reads[index][1]
+            while first < end:
+                if not room:
+                    cuts.append([])
+                    room = most
+                count = min(end - first, room)
+                cuts[-1].append((index, first, count))
+                first, room = first + count, room - count
+        return cuts
+
+    def work(self) -> None:
+        """Read parts of chunks; the thread that reads the last one of a chunk verifies and sends it."""
+        while True:
+            begin = time.monotonic()
+            part = self.parts.get()
+            self.slot_wait_s += time.monotonic() - begin
+            if part is None:
+                self.parts.put(None)  # for the others
+                return
+            chunk, slot, is_first, segments = part
+            state = self.unread[chunk]
+            if is_first:
+                state[1] = time.monotonic_ns()
+            if self.plan.mode != HASH:
+                self.fill(chunk, slot, segments)
+            with self.lock:
+                state[0] -= 1
+                is_last = not state[0]
+            if is_last:
+                del self.unread[chunk]
+                self.complete(chunk, slot, state[1])
+
+    def complete(self, chunk: int, slot: int, start: int) -> None:
+        is_hashed = self.plan.mode == HASH
+        checked = self.hash_block(chunk) if is_hashed else self.verify(chunk, slot)
+        size = sum(self.plan.reads[i][1] for i in self.read_indexes(chunk))
+        kind = HASHED if is_hashed else FULL
+        self.send(kind, chunk, slot, 0, size, start, time.monotonic_ns(), checked=checked)
+        self.after(size)
 
     def take_slot(self) -> int:
-        begin = time.monotonic()
         try:
             data = os.read(self.free, SLOT.size)
         except OSError:
             raise Stop from None
         if len(data) != SLOT.size:
             raise Stop
-        self.slot_wait_s += time.monotonic() - begin
         return int(SLOT.unpack(data)[0])
 
     def take_chunk(self) -> int:
@@ -476,11 +546,15 @@ class Reader:
         base = 0 if slot == NO_SLOT else slot * self.plan.slot_bytes
         return self.pool[base + place : base + place + count]
 
-    def fill(self, chunk: int, slot: int) -> int:
-        """Read one chunk and verify it; returns what was checked (EDGES or WHOLE)."""
+    def fill(self, chunk: int, slot: int, segments: list[Segment]) -> None:
+        """Read one part of a chunk."""
         file = self.plan.chunks[chunk][0]
-        for index in self.read_indexes(chunk):
-            self.read_range(file, self.plan.reads[index][0], self.target(index, slot), chunk)
+        for index, first, count in segments:
+            target = self.target(index, slot)[first : first + count]
+            self.read_range(file, self.plan.reads[index][0] + first, target, chunk)
+
+    def verify(self, chunk: int, slot: int) -> int:
+        """Returns what was checked of a chunk that is there (EDGES or WHOLE)."""
         self.check_edges(chunk, slot)
         if self.plan.chunks[chunk][5] >= 0 and self.wants_whole():
             self.check_block(chunk, slot)
@@ -565,13 +639,15 @@ class Reader:
         slow = self.read_bytes / elapsed < _GROW_BELOW
         idle = cpu < 0.5 * elapsed * self.plan.cpus and self.slot_wait_s < 0.5 * elapsed * self.plan.threads
         if slow and idle:
-            for _ in range(min(self.plan.most_threads, self.left) - self.plan.threads):
-                self._start(self.work)
+            more = min(self.plan.most_threads, self.left * _PARTS_OF_A_CHUNK) - self.num_workers
+            if more > 0:
+                self._hire(more)
+                self.send(GREW, extra=self.num_workers)
 
     def finish(self) -> None:
         self.recheck_files()
         self.drop_pool()
-        self.send(STATS, extra=len(self.threads), count=self.read_bytes, offset=int(self.slot_wait_s * 1e9))
+        self.send(STATS, extra=self.num_workers, count=self.read_bytes, offset=int(self.slot_wait_s * 1e9))
         self.send(DONE)
 
     # -- rows --------------------------------------------------------------------------------------------------
@@ -628,6 +704,14 @@ def main(arguments: list[str]) -> None:
     if nice:
         _run_in_background(nice)
 
+    reader = reader_of(free, full, ctl, rows_fd, plan_fd)
+    reader._guard(_run_child, reader, pool_fd, plan_fd, parent)
+    os._exit(0)
+
+
+def reader_of(free: int, full: int, ctl: int, rows_fd: int, plan_fd: int) -> Reader:
+    """A reader for a parent in another process, with all that they share as descriptors."""
+
     def put_rows(offset: int, data: memoryview) -> None:
         while data:
             count = os.pwrite(rows_fd, data, offset)
@@ -637,12 +721,11 @@ def main(arguments: list[str]) -> None:
         size = os.fstat(plan_fd).st_size
         os.pwrite(plan_fd, text.encode("utf-8", "replace")[: ERROR_BYTES - 1] + b"\0", size - ERROR_BYTES)
 
-    reader = Reader(free, full, ctl, put_rows, note)
-    reader._guard(_run_child, reader, pool_fd, plan_fd, parent)
-    os._exit(0)
+    return Reader(free, full, ctl, put_rows, note)
 
 
-def _run_child(reader: Reader, pool_fd: int, plan_fd: int, parent: int) -> None:
+def receive_plan(reader: Reader, plan_fd: int) -> Plan:
+    """Say hello and wait for the plan; from here on this thread and those that it starts run on the plan's CPUs."""
     reader.send(HELLO, extra=os.getpid(), end=time.monotonic_ns())
     kind, payload = reader.receive()
     if kind != PLAN:
@@ -652,7 +735,11 @@ def _run_child(reader: Reader, pool_fd: int, plan_fd: int, parent: int) -> None:
     if cpus:
         os.sched_setaffinity(0, cpus)
     with mmap.mmap(plan_fd, size) as plan_map:
-        plan = Plan(plan_map[:])
+        return Plan(plan_map[:])
+
+
+def _run_child(reader: Reader, pool_fd: int, plan_fd: int, parent: int) -> None:
+    plan = receive_plan(reader, plan_fd)
     pool_map = mmap.mmap(pool_fd, plan.pool_bytes) if plan.pool_bytes else None
     pool = memoryview(pool_map if pool_map else b"")
     os.close(pool_fd)  # the pages belong to the mappings from here on

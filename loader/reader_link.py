@@ -16,11 +16,15 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from loader import reader as wire
 from loader.child_process import FIRST_FD, STUCK, Child, parent_argument, spawn
 from loader.errors import InternalError
+from loader.host_memory import private_memory
+
+if TYPE_CHECKING:
+    from loader.uploader_link import UploaderProcess
 
 _F_ADD_SEALS = 1033
 _SEAL_SHRINK_AND_GROW = 0x2 | 0x4
@@ -31,8 +35,9 @@ _MAX_CPUS_NAMED = 4096
 class ReaderLink(Protocol):
     """What stream and uploader need of a reader. Everything but `read_records` may be called from any thread."""
 
-    kind: str  # "child" | "threads" | "shared"
-    can_share: bool  # whether another process may copy from its ring: then it has `shared_fds`
+    kind: str  # "child" | "threads" | "shared" | "uploader"
+    can_share: bool  # whether an uploader process can copy from its ring: then it has `shared_fds`
+    recycles: bool  # whether slots that are given back are filled again at once
 
     @property
     def records_fd(self) -> int: ...
@@ -59,8 +64,11 @@ class ReaderLink(Protocol):
 
     def take_rows(self, place: int, count: int) -> bytes: ...
 
-    def shared_fds(self) -> tuple[int, int, int]:
-        """(ring, records to read, slots to write); only if `can_share`. Still owned here."""
+    def shared_fds(self) -> tuple[int, ...]:
+        """For an uploader process; only if `can_share`. Still owned here.
+
+        (ring, records to read, slots to write), without the ring where that is the uploader's own.
+        """
         ...
 
     def crash_text(self) -> str: ...
@@ -122,11 +130,28 @@ class _Pipes:
         self.write(self.ctl[1], wire.MESSAGE.pack(len(payload), kind) + payload)
 
 
+def _write_plan(memory: int, plan: bytes) -> int:
+    """Into a memfd, with room for last words; bytes of the plan."""
+    os.ftruncate(memory, len(plan) + wire.ERROR_BYTES)
+    return os.pwrite(memory, plan, 0)
+
+
+def _plan_message(plan: bytes, cpus: Sequence[int]) -> bytes:
+    named = list(cpus)[:_MAX_CPUS_NAMED]
+    return wire.SIZE.pack(len(plan)) + struct.pack(f"<{len(named)}I", *named)
+
+
+def _crash_text(memory: int, plan_bytes: int) -> str:
+    text = os.pread(memory, wire.ERROR_BYTES, plan_bytes)
+    return text.partition(b"\0")[0].decode("utf-8", "replace")
+
+
 class ChildReader:
     """A reader in a process of its own. Created by `spawn_reader`."""
 
     kind = "child"
     can_share = True
+    recycles = True
 
     def __init__(self, child: Child, pipes: _Pipes, fds: tuple[int, int, int]) -> None:
         self.pid = child.pid
@@ -145,11 +170,8 @@ class ChildReader:
     def begin(self, plan: bytes, pool_bytes: int, cpus: Sequence[int] = ()) -> None:
         os.ftruncate(self._pool, pool_bytes)
         fcntl.fcntl(self._pool, _F_ADD_SEALS, _SEAL_SHRINK_AND_GROW)
-        os.ftruncate(self._plan, len(plan) + wire.ERROR_BYTES)
-        os.pwrite(self._plan, plan, 0)
-        self._plan_bytes = len(plan)
-        named = list(cpus)[:_MAX_CPUS_NAMED]
-        self.send(wire.PLAN, wire.SIZE.pack(len(plan)) + struct.pack(f"<{len(named)}I", *named))
+        self._plan_bytes = _write_plan(self._plan, plan)
+        self.send(wire.PLAN, _plan_message(plan, cpus))
 
     def map_pool(self, offset: int, length: int) -> mmap.mmap | memoryview:
         return mmap.mmap(self._pool, length, offset=offset)
@@ -164,14 +186,13 @@ class ChildReader:
         return os.pread(self._rows, count, place)
 
     def crash_text(self) -> str:
-        text = os.pread(self._plan, wire.ERROR_BYTES, self._plan_bytes)
-        return text.partition(b"\0")[0].decode("utf-8", "replace")
+        return _crash_text(self._plan, self._plan_bytes)
 
     def stop(self, grace_s: float = 0.0, drain: bool = False) -> str:
         """Kill and reap: the child holds nothing that needs an orderly end."""
         return self._child.stop(grace_s)
 
-    def shared_fds(self) -> tuple[int, int, int]:
+    def shared_fds(self) -> tuple[int, ...]:
         """(pool, read end of `full`, write end of `free`) for an uploader in another process; still owned here."""
         return self._pool, self._pipes.full[0], self._pipes.free[1]
 
@@ -233,6 +254,76 @@ def _script() -> str:
     return str(cached) if fresh or unchecked else str(source)
 
 
+class EmbeddedReader:
+    """A reader that is to run as threads of an uploader process, whose private memory the ring is.
+
+    Raises: OSError: no shared memory here, for the plan and for rows.
+    """
+
+    kind = "uploader"
+    can_share = True
+    recycles = True
+
+    def __init__(self, process: UploaderProcess) -> None:
+        self._process = process
+        self._pipes = _Pipes()
+        self._memory: list[int] = []
+        self._lock = threading.Lock()
+        self._plan_bytes = 0
+        self.read_records, self.give_slots, self.send = (
+            self._pipes.read_records,
+            self._pipes.give_slots,
+            self._pipes.send,
+        )
+        try:
+            self._memory += [
+                os.memfd_create(f"coldframe-{name}", os.MFD_CLOEXEC) for name in ("plan", "rows")
+            ]
+        except (OSError, AttributeError) as error:
+            self.close()
+            raise OSError(f"no memory to share: {error}") from error
+
+    @property
+    def records_fd(self) -> int:
+        return self._pipes.full[0]
+
+    def begin(self, plan: bytes, pool_bytes: int, cpus: Sequence[int] = ()) -> None:
+        self._plan_bytes = _write_plan(self._memory[0], plan)
+        self.send(wire.PLAN, _plan_message(plan, cpus))
+        pipes = self._pipes
+        theirs = pipes.free[0], pipes.full[1], pipes.ctl[0]
+        self._process.begin_reader([*self._memory, *theirs])
+        pipes.close(*theirs)
+
+    def map_pool(self, offset: int, length: int) -> mmap.mmap | memoryview:
+        raise InternalError("this reader's ring is another process's", where="loader.reader_link")
+
+    def drop_pool(self) -> None:
+        return  # it never was here
+
+    def take_rows(self, place: int, count: int) -> bytes:
+        return os.pread(self._memory[1], count, place)
+
+    def shared_fds(self) -> tuple[int, ...]:
+        return self._pipes.full[0], self._pipes.free[1]
+
+    def crash_text(self) -> str:
+        return _crash_text(self._memory[0], self._plan_bytes)
+
+    def stop(self, grace_s: float = 0.0, drain: bool = False) -> str:
+        """Process and all; that has its own patience."""
+        pipes = self._pipes
+        pipes.close(pipes.free[0], pipes.free[1], pipes.full[1], pipes.ctl[0], pipes.ctl[1])
+        return self._process.stop()
+
+    def close(self) -> None:
+        with self._lock:
+            memory, self._memory = self._memory, []
+        self._pipes.close_all()
+        for fd in memory:
+            os.close(fd)
+
+
 class ThreadReader:
     """The same reader as threads of this process, for places that refuse a child or shared memory.
 
@@ -242,6 +333,7 @@ class ThreadReader:
 
     kind = "threads"
     can_share = False
+    recycles = True
 
     def __init__(self, pool: memoryview | None = None) -> None:
         self._pipes = _Pipes()
@@ -276,7 +368,7 @@ class ThreadReader:
 
     def begin(self, plan: bytes, pool_bytes: int, cpus: Sequence[int] = ()) -> None:
         if self._pool is None:
-            self._pool = memoryview(_huge_pages(pool_bytes) if pool_bytes else b"")
+            self._pool = memoryview(private_memory(pool_bytes) if pool_bytes else b"")
         arguments = (self._reader.serve, wire.Plan(plan), self._pool)
         self._main = threading.Thread(
             target=self._reader._guard, args=arguments, name="coldframe-reader", daemon=True
@@ -293,7 +385,7 @@ class ThreadReader:
     def take_rows(self, place: int, count: int) -> bytes:
         return self._rows.pop(place)
 
-    def shared_fds(self) -> tuple[int, int, int]:
+    def shared_fds(self) -> tuple[int, ...]:
         raise InternalError("this reader's ring is private", where="loader.reader_link", expected="can_share")
 
     def crash_text(self) -> str:
@@ -321,12 +413,3 @@ class ThreadReader:
     def close(self) -> None:
         if self._ending == "stopped":
             self._pipes.close_all()
-
-
-def _huge_pages(size: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        memory.madvise(mmap.MADV_HUGEPAGE)  # first touch is four times faster
-    except OSError:
-        return memory  # the kernel has them switched off
-    return memory

@@ -136,7 +136,7 @@ class RemoteUpload:
             self._patience.check()
             packet = self._process.receive()
             if packet is None:
-                if self._is_closing:
+                if self._is_closing or self._progress.is_complete:  # nothing is lost but rows
                     return
                 raise self._ended(self._process.stop())
             if packet[0] == talk.DONE:

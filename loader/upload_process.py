@@ -1,7 +1,8 @@
 """The uploader as a process of its own: an import in the parent cannot hold it up, nor it the import.
 
-It makes a context while the parent still plans, allocates device memory that the parent imports, and copies full slots of
-the parent's reader into it. Order is as in `loader.uploader`: first-time slots are pinned → copies on one stream → one
+It makes a context while the parent still plans, reads files with threads of its own into a private ring (or finds them in
+a ring that it shares with another process), allocates device memory that the parent imports, and copies full slots into
+it. Afterwards the context goes, and the reader stays for as long as the parent wants rows. Order is as in `loader.uploader`: first-time slots are pinned → copies on one stream → one
 event for the batch; slots go back, and chunks are reported, only when their event is seen complete. Standard library and
 `cuda.bindings` only. The end of the socket means: stop at the safe point and go.
 """
@@ -20,6 +21,7 @@ from importlib import import_module
 from loader import reader as wire
 from loader import upload_wire as talk
 from loader.errors import CapabilityError, InternalError, WorkerError
+from loader.slots import slots_to_keep
 
 TYPE_CHECKING = False  # the typing module costs as much as everything else here
 if TYPE_CHECKING:
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
 
     from loader.codec.unpacker import Unpacker
     from loader.driver import Driver
+    from loader.prefault import Prefault
     from loader.ring import Ring
+    from loader.slots import SlotStack
 
 _POLL_MS = 1  # while copies are in flight
 _BATCH = 8  # records per event: copies run while the next slots are pinned, and slots return soon
@@ -152,6 +156,7 @@ class Upload:
         work: talk.UploadWork,
         fds: tuple[int, int],
         ring: Ring,
+        slots: SlotStack,
         post: Post,
     ) -> None:
         self._driver = driver
@@ -161,6 +166,7 @@ class Upload:
         self._arenas: list[tuple[int, int]] = []
         self._stream: int | None = None
         self._ring: Ring | None = ring
+        self._slots = slots
         self._spare_events: list[int] = []
         self._in_flight: deque[tuple[int, list[int], list[bytes]]] = deque()
         self._waiting: deque[bytes] = deque()  # for a place to unpack in
@@ -228,6 +234,7 @@ class Upload:
                 self._handle(data)
             self._collect()
             self._upload_waiting()
+            self._give_slots()
             self._report()
         self._is_due = True
         self._report()
@@ -247,7 +254,10 @@ class Upload:
             kind = record[0]
             (full if kind == wire.FULL else news).append(record)
             self.is_done = self.is_done or kind == wire.DONE
+            if kind == wire.GREW:
+                self._slots.keep = slots_to_keep(wire.RECORD.unpack(record)[8], self._work.slot_bytes)
         self._waiting += full
+        self._slots.filled(len(full))
         self._upload_waiting()
         for start in range(0, len(news), talk.RECORDS_PER_PACKET):
             self._post.send(talk.NEWS, b"".join(news[start : start + talk.RECORDS_PER_PACKET]))
@@ -307,16 +317,18 @@ class Upload:
         return reusable
 
     def _collect(self) -> None:
-        """Give back slots of copies that are complete, and keep records of what is in its place."""
-        slots: list[int] = []
+        """Keep slots of copies that are complete, and records of what is in its place."""
         while self._in_flight and self._driver.event_query(self._in_flight[0][0]):
             event, reusable, records = self._in_flight.popleft()
             self._spare_events.append(event)
-            slots += reusable
+            self._slots.put(reusable)
             self._keep(records)
         if self._unpacker is not None:
             self._keep(self._unpacker.collect())
-        if slots and not self.is_done:
+
+    def _give_slots(self) -> None:
+        slots = [] if self.is_done else self._slots.take()
+        if slots:
             try:
                 os.write(self._free, b"".join(map(wire.SLOT.pack, slots)))
             except OSError:
@@ -374,17 +386,48 @@ class Upload:
         self._arenas.clear()
 
 
-def _receive_work(sock: socket.socket) -> tuple[talk.UploadWork, tuple[int, int, int]]:
-    """(work, descriptors of ring, `full` and `free`). Raises: Stop."""
+class OwnReader:
+    """The reader as threads of this process, its ring in private memory. At work once this returns.
+
+    Args:
+        fds: of plan, rows, `free`, `full` and `ctl`.
+    """
+
+    def __init__(self, fds: list[int]) -> None:
+        from loader.host_memory import private_memory
+
+        plan_fd, rows_fd, free, full, ctl = fds
+        self._reader = wire.reader_of(free, full, ctl, rows_fd, plan_fd)
+        plan = wire.receive_plan(self._reader, plan_fd)
+        self.memory: mmap.mmap | None = private_memory(plan.pool_bytes)
+        self._reader.drop_pool = self._forget_pool
+        self._thread = threading.Thread(
+            target=self._reader._guard, args=(self._reader.serve, plan, memoryview(self.memory)), daemon=True
+        )
+        self._thread.start()
+
+    def _forget_pool(self) -> None:
+        self._reader.pool = memoryview(b"")
+
+    def wait(self) -> None:
+        """Until the parent wants nothing more of it."""
+        self._thread.join()
+
+
+def _receive(sock: socket.socket) -> tuple[int, list[int]]:
+    """(kind, descriptors) of the next packet. Raises: Stop."""
     import socket
 
     data, fds, _, _ = socket.recv_fds(sock, talk.PACKET_BYTES, talk.MOST_FDS, socket.MSG_CMSG_CLOEXEC)
-    if not data or data[0] != talk.WORK:
+    if not data:
         raise Stop
-    plan_fd, ring_fd, full, free = fds
-    work = talk.decode_work(os.pread(plan_fd, os.fstat(plan_fd).st_size, 0))
-    os.close(plan_fd)
-    return work, (ring_fd, full, free)
+    return data[0], fds
+
+
+def _read_work(fd: int) -> talk.UploadWork:
+    work = talk.decode_work(os.pread(fd, os.fstat(fd).st_size, 0))
+    os.close(fd)
+    return work
 
 
 def _wait_for(opening: Opening, sock: socket.socket) -> Driver:
@@ -399,35 +442,59 @@ def _wait_for(opening: Opening, sock: socket.socket) -> Driver:
 
 def _serve(sock: socket.socket, post: Post, opening: Opening, ordinal: int) -> None:
     from loader.budget import RingChoice
-    from loader.prefault import Prefault
     from loader.ring import Ring
+    from loader.slots import SlotStack
 
-    work, (ring_fd, full, free) = _receive_work(sock)
-    memory = mmap.mmap(ring_fd, work.slots * work.slot_bytes)
-    os.close(ring_fd)
-    prefault = Prefault(memory, work.slot_bytes)
+    kind, fds = _receive(sock)
+    reader = None
+    if kind == talk.READER:
+        reader = OwnReader(fds)
+        kind, fds = _receive(sock)
+    work_fd, *ring_fd, full, free = fds
+    work = _read_work(work_fd)
+    memory = _shared_memory(ring_fd[0], work) if reader is None else reader.memory
+    assert memory is not None, "nobody has taken it yet"
     if work.unpack is not None:
         work.unpack.prepare(lambda: opening.end_ns > 0)
     driver = _wait_for(opening, sock)
     post.send(talk.MARK, talk.encode_mark("uploader: cuda context", opening.start_ns, opening.end_ns))
     post.send(talk.CONTEXT)
+    prefault = _start_prefault(memory, work) if reader is None else None
     ring = Ring(driver, memory, RingChoice(work.slots, work.slot_bytes, ""), "register")
     del memory  # it goes with the ring
-    upload = Upload(driver, ordinal, work, (full, free), ring, post)
+    upload = Upload(driver, ordinal, work, (full, free), ring, SlotStack(work.slots, work.keep), post)
     try:
         upload.run(sock)
     except BaseException:
         upload.close(is_failed=True)
         raise
+    if reader is not None:
+        reader.memory = None
     upload.close()
-    prefault.stop()
     name, start_ns, pinned = upload.pinned
-    post.mark(
-        f"{name}, mapped {prefault.mapped_bytes} bytes ahead in {prefault.seconds:.3f} s", start_ns, pinned
-    )
+    if prefault is not None:
+        prefault.stop()
+        name += f", mapped {prefault.mapped_bytes} bytes ahead in {prefault.seconds:.3f} s"
+    post.mark(name, start_ns, pinned)
     post.send(talk.DONE)
     post.wait_empty()
     sock.recv(1)  # the end: what was not imported must not go before
+    driver.release_context(ordinal)
+    if reader is not None:
+        reader.wait()
+
+
+def _shared_memory(fd: int, work: talk.UploadWork) -> mmap.mmap:
+    memory = mmap.mmap(fd, work.slots * work.slot_bytes)
+    os.close(fd)
+    return memory
+
+
+def _start_prefault(memory: mmap.mmap, work: talk.UploadWork) -> Prefault:
+    """Not before the context is there: both want this process's memory map, and a context takes twice as long then."""
+    from loader.prefault import Prefault
+
+    return Prefault(memory, work.slot_bytes)
 
 
 def main(arguments: list[str]) -> None:
@@ -445,7 +512,7 @@ def main(arguments: list[str]) -> None:
     post = Post(sock)
     try:
         _serve(sock, post, opening, ordinal)
-    except Stop:
+    except (Stop, wire.Stop):
         return
     except EOFError:
         _last_words(post, talk.GONE)

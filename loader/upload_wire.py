@@ -1,6 +1,7 @@
 """What a process and its uploader process say to each other over a packet socket: a kind byte and a payload.
 
-To the uploader: WORK with the descriptors of an `UploadWork` (a memfd), the ring, `full` (to read) and `free` (to write).
+To the uploader: READER, where its own threads are to read, with the descriptors of plan, rows, `free`, `full` and `ctl` (see
+`loader.reader`); WORK with those of an `UploadWork` (a memfd), of the ring unless it is its own, of `full` and `free`.
 The end of the socket = stop; after DONE it means that the device memory was imported.
 From it: CONTEXT, ARENAS with one descriptor per arena, NEWS (reader's records other than FULL, as they come), LOADED
 (u64 time, then FULL records whose copies are complete), MARK, REFUSED or FAILED (an error), GONE (the reader ended), DONE.
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from loader.codec.unpack_plan import UnpackPlan
     from loader.load_plan import LoadPlan
 
-WORK, CONTEXT, ARENAS, NEWS, LOADED, MARK, REFUSED, FAILED, GONE, DONE = range(10)
+READER, WORK, CONTEXT, ARENAS, NEWS, LOADED, MARK, REFUSED, FAILED, GONE, DONE = range(11)
 TIME = struct.Struct("<Q")
 RECORDS_PER_PACKET = 512  # 32 KiB: fits any socket buffer
 PACKET_BYTES = 1 << 16
@@ -38,6 +39,7 @@ class UploadWork:
         arenas: their bytes.
         chunks: per chunk its pieces (offset, bytes, arena, arena offset) and the groups that it touches.
         missing: per group the number of its chunks.
+        keep: free slots that the reader should have at most, once the first ones have come back.
         unpack: what unpacking takes, None where nothing is coded.
     """
 
@@ -48,6 +50,7 @@ class UploadWork:
         missing: list[int],
         slots: int,
         slot_bytes: int,
+        keep: int,
         reserve_bytes: int,
         unpack: UnpackPlan | None = None,
     ) -> None:
@@ -56,6 +59,7 @@ class UploadWork:
         self.missing = missing
         self.slots = slots
         self.slot_bytes = slot_bytes
+        self.keep = keep
         self.reserve_bytes = reserve_bytes
         self.unpack = unpack
 
@@ -78,7 +82,12 @@ def decode_work(data: bytes) -> UploadWork:
 
 
 def work_of(
-    plan: LoadPlan, slots: int, slot_bytes: int, reserve_bytes: int, staging_slots: int | None = None
+    plan: LoadPlan,
+    slots: int,
+    slot_bytes: int,
+    keep: int,
+    reserve_bytes: int,
+    staging_slots: int | None = None,
 ) -> UploadWork:
     """The uploader's part of `plan`."""
     unpack = None
@@ -92,6 +101,7 @@ def work_of(
         missing=[len(group.chunks) for group in plan.groups],
         slots=slots,
         slot_bytes=slot_bytes,
+        keep=keep,
         reserve_bytes=reserve_bytes,
         unpack=unpack,
     )

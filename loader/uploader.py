@@ -24,6 +24,7 @@ from loader.intake import Intake, Record
 from loader.load_plan import LoadPlan
 from loader.progress import LoadProgress, closed_error
 from loader.row_gather import RowDesk
+from loader.slots import SlotStack, slots_to_keep
 
 _POLL_MS = 1  # while copies are in flight
 _SWITCH_INTERVAL_S = (
@@ -32,7 +33,12 @@ _SWITCH_INTERVAL_S = (
 
 
 class Uploader:
-    """The CUDA transport. `open_session` is called on its thread: it makes context, arenas and ring."""
+    """The CUDA transport.
+
+    Args:
+        open_session: called on its thread: it makes context, arenas and ring.
+        make_slots: the books of a ring whose slots are all with the reader.
+    """
 
     def __init__(
         self,
@@ -44,8 +50,11 @@ class Uploader:
         progress: LoadProgress,
         rows: RowDesk,
         patience: Patience,
+        make_slots: Callable[[], SlotStack],
     ) -> None:
         self._plan = plan
+        self._make_slots = make_slots
+        self._slots = make_slots()
         self._ordinal = ordinal
         self._first_path = path
         self._open_session = open_session
@@ -167,11 +176,14 @@ class Uploader:
         for record in iter_records(data):
             (full if record[0] == wire.FULL else others).append(record)
         self._waiting += full
+        self._slots.filled(len(full))
         if not self._upload_waiting(session):
             if self._closing.is_set():
                 session.stop_reader()
             return
         for record in others:
+            if record[0] == wire.GREW:
+                self._slots.keep = slots_to_keep(record[8], session.ring.choice.slot_bytes)
             self._intake.handle(record)
 
     def _upload_waiting(self, session: DeviceSession) -> bool:
@@ -179,6 +191,7 @@ class Uploader:
         while batch := self._next_batch(session):
             if not self._upload(session, batch):
                 self._waiting.clear()
+                self._slots = self._make_slots()  # the new reader has them all
                 return False
             if self._waiting:
                 self._return_slots(session)
@@ -238,7 +251,6 @@ class Uploader:
 
     def _return_slots(self, session: DeviceSession) -> None:
         """Of copies that are complete; also announce groups whose last pieces are unpacked."""
-        slots: list[int] = []
         if session.unpacker is not None:
             records = session.unpacker.collect()
             self._announce(
@@ -247,8 +259,9 @@ class Uploader:
         while self._in_flight and session.driver.event_query(self._in_flight[0][0]):
             event, done = self._in_flight.popleft()
             self._spare_events.append(event)
-            slots += done
-        if slots and not self._intake.is_done:
+            self._slots.put(done)
+        slots = [] if self._intake.is_done else self._slots.take()
+        if slots:
             session.link.give_slots(slots)
 
     def _answer_rows(self, session: DeviceSession) -> None:

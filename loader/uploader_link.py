@@ -26,8 +26,15 @@ class UploaderProcess:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    def begin_reader(self, fds: Sequence[int]) -> None:
+        """Start a reader inside, with the descriptors of plan, rows, `free`, `full` and `ctl`. Before `begin`.
+
+        Raises: OSError: the process is gone.
+        """
+        socket.send_fds(self._socket, [bytes([talk.READER])], list(fds), socket.MSG_NOSIGNAL)
+
     def begin(self, work: bytes, fds: Sequence[int]) -> None:
-        """Send the work (an encoded `UploadWork`) and the descriptors of ring, `full` and `free`.
+        """Send the work (an encoded `UploadWork`) and what a reader's `shared_fds` says.
 
         Raises: OSError: no memory for it here, or the process is gone.
         """

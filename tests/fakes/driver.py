@@ -89,6 +89,7 @@ class FakeDriver:
         self._host_alloc_allowed = host_alloc_allowed
         self._fail_copy = fail_copy
         self._has_device = has_device
+        self.contexts = 0  # retained and not released
         self._sharing_allowed = sharing_allowed
         self.codec = None if codec_version is None else FakeCodec(self, codec_version)
         self._lock = threading.RLock()
@@ -142,7 +143,11 @@ class FakeDriver:
     def retain_context(self, ordinal: int) -> int:
         if not self._has_device:
             raise CapabilityError("no such CUDA device", where="device", found=ordinal)
+        self.contexts += 1
         return CONTEXT
+
+    def release_context(self, ordinal: int) -> None:
+        self.contexts -= 1
 
     def use_context(self, context: int) -> None:
         self._local.context = context

@@ -130,7 +130,7 @@ def test_arenas_are_laid_out_as_without_a_codec(tmp_path: Path) -> None:
 
 def test_work_survives_the_wire(coded_manifest: Manifest) -> None:
     plan = plan_load(coded_manifest, SMALL_ORDER, chunk_bytes=4096)
-    work = work_of(plan, 4, 4096, 0)
+    work = work_of(plan, 4, 4096, 2, 0)
     again = decode_work(work.encode())
     assert again.encode() == work.encode()
     assert again.unpack is not None
