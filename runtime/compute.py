@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from loader.errors import CapabilityError
+
 if TYPE_CHECKING:
+    from kernels.cubin import KernelSet
     from kernels.ops import Operators
     from runtime.ops.attention import Attention
 
@@ -53,14 +56,47 @@ class Compute:
             )
 
 
+def open_early(directory: Path, kernels: Sequence[Mapping[str, object]]) -> KernelSet | None:
+    """The compiled operators for device 0, opened without torch and without a context; None if that is impossible here.
+
+    Arguments as in `choose_compute`, which then finds out why. Raises: ArtifactError: a file is not what the manifest says.
+    """
+    try:
+        from cuda.bindings import driver
+
+        from kernels.cubin import open_kernels
+        from kernels.driver import CudaDriver
+
+        opened = CudaDriver()
+        _, device = driver.cuDeviceGet(0)
+        names = driver.CUdevice_attribute
+        (code, major), (_, minor) = (
+            driver.cuDeviceGetAttribute(name, device)
+            for name in (
+                names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            )
+        )
+        if code != driver.CUresult.CUDA_SUCCESS:
+            return None
+        return open_kernels(directory / "kernels", kernels, (major, minor), opened)
+    except (ImportError, CapabilityError):
+        return None
+
+
 def choose_compute(
-    device: str, directory: Path, kernels: Sequence[Mapping[str, object]], attention_backend: str = "auto"
+    device: str,
+    directory: Path,
+    kernels: Sequence[Mapping[str, object]],
+    attention_backend: str = "auto",
+    opened: KernelSet | None = None,
 ) -> Compute:
     """Backends of this device; needs torch.
 
     Args:
         directory: prepared directory. kernels: the manifest's list, of any architectures.
         attention_backend: of the denoiser on a GPU, see `kernels.attention.choose_backend`.
+        opened: those kernels, from `open_early`.
     Raises: ArtifactError: a kernel file is not what the manifest says. CapabilityError: no such backend here.
     """
     import torch
@@ -73,7 +109,9 @@ def choose_compute(
     from kernels.cubin import open_kernels
     from kernels.ops import Operators
 
-    kernel_set = open_kernels(directory / "kernels", kernels, torch.cuda.get_device_capability())
+    kernel_set = opened
+    if kernel_set is None:
+        kernel_set = open_kernels(directory / "kernels", kernels, torch.cuda.get_device_capability())
     torch.cuda.current_stream()  # binding needs the context
     kernel_set.bind()
     choice = choose_backend(torch.device(device), torch.bfloat16, attention_backend)

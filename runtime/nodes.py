@@ -3,7 +3,7 @@
 On the main thread: spawn (the uploader, which reads as well, and torch's libraries on their way into memory, first: all of
 that goes on while the manifest is parsed) → manifest → load → family → torch → models → compute → warm-up. Beside it,
 on the request's thread: parse → tokens, pictures, packed layout, embedding rows; on another, for a waiting request: the
-libraries' warm-up as soon as torch is there, then the conditioner's. The conditioner and the first step follow in
+libraries' warm-up as soon as torch is there, then the conditioner's. Compiled operators are opened during the import. The conditioner and the first step follow in
 `runtime.pipeline`, behind the load, because every group is waited for where it is used.
 """
 
@@ -20,6 +20,7 @@ from runtime.startup import Graph, Node, Results
 from runtime.timeline import Timeline
 
 if TYPE_CHECKING:
+    from kernels.cubin import KernelSet
     from loader.manifest import GroupRecord, Manifest
     from loader.options import StreamOptions
     from loader.reader_link import ChildReader
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from runtime.engine import Engine
     from runtime.family import Family, ImageResolver, Prepared
     from runtime.settings import Settings
+    from runtime.torch_import import TorchImport
     from runtime.torch_preload import Preload
     from runtime.weights import WeightSet
 
@@ -79,6 +81,7 @@ class WorkerStart:
         self.reader: ChildReader | None = None
         self.uploader: UploaderProcess | None = None
         self.preload: Preload | None = None
+        self.finish_import: Callable[[], TorchImport] | None = None
 
     def nodes(self) -> list[Node]:
         return [
@@ -89,8 +92,10 @@ class WorkerStart:
             Node("family", self.family, needs=("load",)),
             Node("request", self.request, needs=("family",), thread="request"),
             Node("torch", self.torch, needs=("load",)),
+            Node("torch check", self.check_torch, needs=("torch",), thread="request"),
             Node("models", self.models, needs=("torch",)),
-            Node("compute", self.compute, needs=("models",)),
+            Node("kernels", self.open_kernels, needs=("load",), thread="native"),
+            Node("compute", self.compute, needs=("models", "kernels")),
             Node("native warm-up", self.warm_up_natively, needs=("request",), thread="native"),
             Node("library warm-up", self.warm_up_libraries, needs=("torch", "request"), thread="libraries"),
             Node("conditioner warm-up", self.warm_up_conditioner, needs=("compute",), thread="libraries"),
@@ -218,22 +223,39 @@ class WorkerStart:
         return prepared
 
     def torch(self, results: Results) -> None:
-        from runtime.torch_import import choose_trims, import_torch
+        from runtime.torch_import import begin_import, choose_trims
 
         trims = choose_trims(self.settings.torch_trims)
-        done = import_torch(self.device, self.settings.cpu_threads, trims, self.preload)
+        done, self.finish_import = begin_import(self.device, self.settings.cpu_threads, trims, self.preload)
         self.timeline.note(torch=done.facts())
         self.timeline.mark("torch_ready")
+
+    def check_torch(self, results: Results) -> None:
+        """Before the first request, and beside what runs on zeros: does the trimmed torch compute what it should?"""
+        assert self.finish_import is not None, "torch was imported"
+        self.timeline.note(torch=self.finish_import().facts())
 
     def models(self, results: Results) -> None:
         """Import the numerical modules, so that no import is left for the first step."""
         results["family"].import_models()
 
+    def open_kernels(self, results: Results) -> KernelSet | None:
+        """Hand compiled operators to the driver while torch is being imported; None: left to `compute`.
+
+        Not before torch's libraries are mapped: opening the driver would wait for that with the interpreter's lock.
+        """
+        if self.device != "cuda" or self.preload is None:
+            return None
+        self.preload.join()
+        from runtime.compute import open_early
+
+        return open_early(self.directory, results["manifest"].kernels)
+
     def compute(self, results: Results) -> Compute:
         from runtime.compute import choose_compute
 
-        backend = self.settings.attention
-        compute = choose_compute(self.device, self.directory, results["manifest"].kernels, backend)
+        backend, kernels = self.settings.attention, results["manifest"].kernels
+        compute = choose_compute(self.device, self.directory, kernels, backend, results["kernels"])
         self.timeline.note(**compute.report())
         return compute
 

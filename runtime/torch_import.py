@@ -2,13 +2,14 @@
 
 Every shortcut ("trim") has a name, can be left out by argument, and is recorded with the reason where it was not
 taken. Those that change what is imported are used for tested versions of torch only, and a handful of operators is
-compared with recorded results afterwards; if one differs, everything left out is imported at once. Anything left out
+compared with recorded results afterwards (beside the rest of the start, which runs on zeros until then); if one differs, everything left out is imported at once. Anything left out
 is imported on first use: `runtime.deferred_modules`. What each trim is worth: `scripts/bench/import_torch.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import importlib
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from loader.errors import CapabilityError, InternalError
@@ -155,15 +157,33 @@ def import_torch(
     Raises: CapabilityError: torch is not installed or cannot be imported. ValueError: unknown trim.
         InternalError: operators are wrong although everything was imported.
     """
+    _, check = begin_import(device, cpu_threads, trims, preload, tested_versions)
+    return check()
+
+
+def begin_import(
+    device: str,
+    cpu_threads: int = 0,
+    trims: Collection[str] = DEFAULT_TRIMS,
+    preload: Preload | None = None,
+    tested_versions: Collection[str] = TESTED_VERSIONS,
+) -> tuple[TorchImport, Callable[[], TorchImport]]:
+    """`import_torch` but for the check of its operators, which mostly waits for threads and kernels to be made.
+
+    Returns: what was done so far, and the check: to be called once, on any thread, before a result of torch is used. It returns
+        the whole record. Arguments and errors as in `import_torch`.
+    """
     unknown = sorted(set(trims) - set(TRIMS))
     if unknown:
         raise ValueError(f"trims = {unknown}; allowed: {', '.join(TRIMS)}")
     if "torch" in sys.modules:
         done = _already_imported(trims)
-    else:
-        done = _Importer(trims, preload, tested_versions).run()
+        _configure(device, cpu_threads)
+        return done, lambda: done
+    importer = _Importer(trims, preload, tested_versions)
+    done = importer.run()
     _configure(device, cpu_threads)
-    return done
+    return done, partial(importer.check, done)
 
 
 def _already_imported(trims: Collection[str]) -> TorchImport:
@@ -199,6 +219,9 @@ class _Importer:
             reason = f"torch {release} is not a tested version ({', '.join(sorted(tested_versions))})"
             for name in DEFERRED:
                 self._skip(name, reason)
+        self.hook = _FakeTensorHook()
+        self.names = [module for trim in self.wanted for module in DEFERRED.get(trim, ())]
+        self.deferral = Deferral(self.names, _NEED_EVERYTHING, self.hook.remove)
 
     def _skip(self, name: str, reason: str) -> None:
         if name in self.wanted:
@@ -207,9 +230,7 @@ class _Importer:
 
     def run(self) -> TorchImport:
         start_ns = time.monotonic_ns()
-        hook = _FakeTensorHook()
-        names = [module for trim in self.wanted for module in DEFERRED.get(trim, ())]
-        deferral = Deferral(names, _NEED_EVERYTHING, hook.remove)
+        names, deferral = self.names, self.deferral
         with contextlib.ExitStack() as stack:
             if "gc" in self.wanted:
                 stack.enter_context(_collector_off())
@@ -231,21 +252,20 @@ class _Importer:
                     importlib.import_module(name)
             if "meta" in self.wanted:
                 _complete_generator()
+            if "meta" in self.wanted:
+                self.hook.install(deferral)
         imported_ns = time.monotonic_ns()
-        problems = self._check(deferral, hook) if names else ()
         if "gc" in self.wanted:
             gc.freeze()  # what exists now lives as long as the process
         return TorchImport(
             version=self.install.version,
             seconds=(imported_ns - start_ns) / 1e9,
-            check_seconds=(time.monotonic_ns() - imported_ns) / 1e9,
             applied=tuple(self.wanted),
-            skipped=self.skipped,
+            skipped=dict(self.skipped),
             deferred=deferral.pending(),
             preload_seconds=self.preload.seconds if self.preload else None,
             num_ready=num_ready,
             has_bytecode=self.install.has_bytecode,
-            problems=problems,
         )
 
     def _finish_preload(self, code: ReadyCode) -> None:
@@ -267,17 +287,30 @@ class _Importer:
         if self.preload.problem:
             self._skip("preload", self.preload.problem)
 
-    def _check(self, deferral: Deferral, hook: _FakeTensorHook) -> tuple[str, ...]:
-        """Compare operators with recorded results; import what was deferred if one differs.
+    def check(self, done: TorchImport) -> TorchImport:
+        """Compare operators with recorded results, unless nothing was left out; the completed record of `done`.
 
-        Raises: InternalError: they still differ.
+        Raises: InternalError: they differ, also after everything was imported.
         """
-        if "meta" in self.wanted:
-            hook.install(deferral)
+        if not self.names:
+            return done
+        start_ns = time.monotonic_ns()
+        problems = self._check_operators()
+        return dataclasses.replace(
+            done,
+            check_seconds=(time.monotonic_ns() - start_ns) / 1e9,
+            applied=tuple(self.wanted),
+            skipped=dict(self.skipped),
+            deferred=self.deferral.pending(),
+            problems=problems,
+        )
+
+    def _check_operators(self) -> tuple[str, ...]:
+        """Import what was deferred if an operator differs; which ones did."""
         problems = check_operators()
         if not problems:
             return ()
-        deferral.load_all()
+        self.deferral.load_all()
         for name in DEFERRED:
             self._skip(name, f"operators differed: {'; '.join(problems)}")
         remaining = check_operators()

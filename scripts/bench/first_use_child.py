@@ -26,7 +26,10 @@ from runtime.startup import MAIN, Graph, Node, Results
 from runtime.timeline import Timeline
 from runtime.torch_preload import start_preload
 
-_GRAPH = ("torch", "models", "compute", "native warm-up", "library warm-up", "conditioner warm-up", "warm-up")
+_GRAPH = (
+    "torch", "torch check", "models", "kernels", "compute", "native warm-up", "library warm-up", "conditioner warm-up",
+    "warm-up",
+)  # fmt: skip
 _LAYERS = "text_encoder/layers."
 
 

@@ -21,6 +21,8 @@ Part = tuple[str, Callable[[], object]]
 def parts(start: WorkerStart, results: dict[str, Any]) -> Iterator[Part]:
     """Name and work of each; what one makes, later ones use."""
     device = start.device
+    yield "torch check", lambda: start.check_torch(results)  # type: ignore[arg-type]
+    results["kernels"] = None
     if device == "cuda":
         yield "torch.cuda init", torch.cuda.init
     yield "first allocation", lambda: torch.empty(1, device=device)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,51 @@ def test_the_check_names_the_operator_that_differs(torch: Any, monkeypatch: pyte
         "softmax gives [0.0, 0.0, 0.0, -0.0], recorded [0.5, 0.5, 0.5, 0.5]",
         "conv1d gives AttributeError: module 'torch.nn.functional' has no attribute 'conv1d', recorded [30.0]",
     )
+
+
+def test_the_check_waits_until_it_is_asked_for() -> None:
+    """It may run on any thread, and completes the record."""
+    first, last = run(
+        textwrap.dedent("""
+        import json, sys, threading
+        from runtime.torch_import import begin_import
+        done, check = begin_import("cpu")
+        assert "torch" in sys.modules
+        last = []
+        thread = threading.Thread(target=lambda: last.append(check()))
+        thread.start()
+        thread.join()
+        print(json.dumps([done.facts(), last[0].facts()]))
+    """)
+    )
+    assert (first["check_seconds"], first["problems"]) == (0.0, [])
+    assert last["check_seconds"] > 0
+    same = dict.fromkeys(("check_seconds", "deferred"))
+    assert {**last, **same} == {**first, **same}
+
+
+def test_an_operator_that_differs_brings_everything_in_at_the_check() -> None:
+    pending, record = run(
+        textwrap.dedent("""
+        import json, sys
+        import runtime.torch_import
+        from runtime.torch_import import begin_import
+        done, check = begin_import("cpu")
+        import torch
+        softmax, torch.softmax = torch.softmax, lambda x, dim: x
+        load_all = runtime.torch_import.Deferral.load_all
+        def restored(deferral):
+            torch.softmax = softmax
+            load_all(deferral)
+        runtime.torch_import.Deferral.load_all = restored
+        print(json.dumps([done.facts()["deferred"], check().facts()]))
+    """)
+    )
+    assert "torch._meta_registrations" in pending
+    assert record["deferred"] == []
+    (problem,) = record["problems"]
+    assert problem.startswith("softmax gives")
+    assert all("operators differed" in record["skipped"][name] for name in DEFERRED)
 
 
 def test_a_second_import_only_records_that_torch_was_there(torch: Any) -> None:
