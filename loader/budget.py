@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 MIB = 1 << 20
 _DEFAULT_RING = 2 << 30
+SHARED_RING = (
+    512 * MIB
+)  # its first pass is slow: small pages, which every process that copies from them maps for itself
 _MAX_RING = 8 << 30
 _SMALL_RING = 512 * MIB
 _SMALL_SLOT = 4 * MIB
@@ -88,19 +91,20 @@ def choose_ring(
     headroom: int,
     ring: int | None = None,
     slot: int | None = None,
+    default: int = _DEFAULT_RING,
 ) -> RingChoice:
     """Size of the ring.
 
     Args:
         chunk_bytes: the plan's chunk size, the usual slot. total_bytes: what will be loaded; more slots are useless.
-        ring, slot: forced sizes.
+        ring, slot: forced sizes. default: of a ring on a machine with room.
     """
     slot_bytes = slot or chunk_bytes
     if ring is not None:
         size, reason = ring, "forced"
     else:
-        size = max(min(_DEFAULT_RING, _MAX_RING), 2 * threads * slot_bytes)
-        size, reason = min(size, _MAX_RING), f"2 GiB or 2 slots for each of {threads} threads"
+        size = min(_MAX_RING, max(default, 2 * threads * slot_bytes))
+        reason = f"{default // MIB} MiB or 2 slots for each of {threads} threads"
         if headroom // 16 < size:
             size, reason = headroom // 16, f"a sixteenth of {headroom // MIB} MiB of headroom"
         if size < _SMALL_RING and slot is None and slot_bytes > _SMALL_SLOT:

@@ -26,6 +26,7 @@ from loader.host_link import (
     REQUESTS_OF_MEMBER,
     receive_messages,
 )
+from loader.slots import SlotStack, slots_to_keep
 
 _PEER = 12  # bytes of struct ucred
 _ENDING_S = 5.0  # for the leader to find out how the reader ended
@@ -54,7 +55,8 @@ class Hub:
     """One load of all ranks of a host.
 
     Args:
-        takers: chunk → bits of the members that need it. ring: its bytes and its slots' bytes.
+        takers: chunk → bits of the members that need it. ring: its bytes and its slots' bytes; the reader has all slots.
+        keep: free slots that it should have at most, once the first ones have come back.
         listener: where ranks join, as many as `size`. leader: told when all is over; knows how the reader ended.
         reader: descriptors `full` (to read), `free` and `ctl` (to write). shared: ring, rows, and the plan's memory, at
             whose `crash_place` the reader leaves its last words.
@@ -65,6 +67,7 @@ class Hub:
         takers: Sequence[int],
         size: int,
         ring: tuple[int, int],
+        keep: int,
         crash_place: int,
         listener: socket.socket,
         leader: socket.socket,
@@ -82,6 +85,7 @@ class Hub:
         self._members: dict[int, Member] = {}
         self._left: set[int] = set()
         self._early: list[tuple[int, bytes]] = []  # (member, record) for members that have not joined
+        self._slots = SlotStack(ring[0] // ring[1], keep)
         self._waiting: dict[int, int] = {}  # slot → members that have not copied it
         self._ended = ""
         self._selector = selectors.DefaultSelector()
@@ -155,6 +159,7 @@ class Hub:
             if kind == wire.FULL:
                 takers = self._takers[number]
                 self._waiting[slot] = len(takers)
+                self._slots.filled(1)
                 for member in takers:
                     self._deliver(member, record)
             elif kind == wire.GATHERED:
@@ -165,8 +170,11 @@ class Hub:
                 text = os.pread(self._plan, wire.ERROR_BYTES, self._crash_place).partition(b"\0")[0]
                 self._ended = f"the host's reader failed: {text.decode('utf-8', 'replace')}"
             else:
+                if kind == wire.GREW:
+                    self._slots.keep = slots_to_keep(wire.RECORD.unpack(record)[8], self._ring[1])
                 for member in range(self._size):
                     self._deliver(member, record)
+        self._give_slots()
 
     def _deliver(self, number: int, record: bytes) -> None:
         kind, _, slot = wire.RECORD.unpack(record)[:3]
@@ -190,11 +198,14 @@ class Hub:
         self._copied(slots)
 
     def _copied(self, slots: Sequence[int]) -> None:
-        free = []
         for slot in slots:
             self._waiting[slot] -= 1
             if not self._waiting[slot]:
-                free.append(slot)
+                self._slots.put([slot])
+        self._give_slots()
+
+    def _give_slots(self) -> None:
+        free = self._slots.take()
         if free:
             with contextlib.suppress(OSError):  # a reader that is gone shows in `full`
                 os.write(self._free, b"".join(map(wire.SLOT.pack, free)))
@@ -260,6 +271,7 @@ def main(arguments: list[str]) -> None:
         reader=(full, free, ctl),
         shared=(pool, rows, plan),
         ring=(work["ring_bytes"], work["slot_bytes"]),
+        keep=work["keep"],
         takers=work["takers"],
         size=work["size"],
         crash_place=work["crash_place"],

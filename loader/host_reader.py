@@ -18,6 +18,7 @@ from loader.hub_link import HubProcess, spawn_hub
 from loader.options import StreamOptions
 from loader.plan_wire import VERIFY_LEVELS, ReadSettings, encode_plan
 from loader.reader_link import ChildReader, spawn_reader
+from loader.slots import slots_to_keep
 
 _CPUS_OF_A_RANK = 3  # the import, the uploader and its driver
 
@@ -67,20 +68,24 @@ class HostReader:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(self.address)
             listener.listen(len(shared.members))
-            ring, plan_bytes = self._begin(shared, directory, options)
+            ring, threads, plan_bytes = self._begin(shared, directory, options)
             work = {
                 "takers": [sum(1 << member for member in members) for members in shared.takers],
                 "size": len(shared.members),
                 "ring_bytes": ring.bytes,
                 "slot_bytes": ring.slot_bytes,
+                "keep": slots_to_keep(threads, ring.slot_bytes),
                 "crash_place": plan_bytes,
             }
             self._hub.begin(work, [listener.fileno(), *self._reader.hub_fds()])
 
     def _begin(
         self, shared: HostPlan, directory: Path, options: StreamOptions
-    ) -> tuple[budget.RingChoice, int]:
-        """As a device's load does for one rank; slots are as many as the smallest member can fill."""
+    ) -> tuple[budget.RingChoice, int, int]:
+        """As a device's load does for one rank; slots are as many as the smallest member can fill.
+
+        Returns: the ring, the reader's threads, bytes of the encoded plan.
+        """
         cpus = budget.cpu_count()
         spare = _CPUS_OF_A_RANK * len(shared.members)
         threads = options.threads or budget.reader_threads(cpus.value, spare).value
@@ -95,6 +100,7 @@ class HostReader:
             budget.memory_headroom().value,
             options.ring_bytes,
             shared.plan.chunk_bytes,
+            budget.SHARED_RING,
         )
         settings = ReadSettings(
             mode=wire.RING,
@@ -109,7 +115,7 @@ class HostReader:
         data = encode_plan(shared.plan, directory, settings).data
         self._reader.begin(data, choice.bytes)
         self._reader.give_slots(range(choice.slots))
-        return choice, len(data)
+        return choice, threads, len(data)
 
     def _watch(self) -> None:
         """Tell the hub how the reader ended if it asks, and end both when it is done."""
