@@ -216,6 +216,8 @@ class WorkerStart:
     def request(self, results: Results) -> Prepared | None:
         if self.body is None:
             return None
+        if self.preload is not None:
+            self.preload.join()  # it imports extensions: see `import_loading`
         family = results["family"]
         prepared: Prepared = family.prepare(family.parse(self.body, self.resolve_image))
         for tensor, rows in prepared.rows.items():
