@@ -93,6 +93,7 @@ class WorkerStart:
             Node("request", self.request, needs=("family",), thread="request"),
             Node("torch", self.torch, needs=("load",)),
             Node("torch check", self.check_torch, needs=("torch",), thread="request"),
+            Node("engine", self.import_engine, needs=("torch check",), thread="request"),
             Node("models", self.models, needs=("torch",)),
             Node("kernels", self.open_kernels, needs=("load",), thread="native"),
             Node("compute", self.compute, needs=("models", "kernels")),
@@ -236,6 +237,10 @@ class WorkerStart:
         """Before the first request, and beside what runs on zeros: does the trimmed torch compute what it should?"""
         assert self.finish_import is not None, "torch was imported"
         self.timeline.note(torch=self.finish_import().facts())
+
+    def import_engine(self, results: Results) -> None:
+        """What the end of the start imports, while the main thread waits for the driver."""
+        import runtime.engine  # noqa: F401 (the import is the work)
 
     def models(self, results: Results) -> None:
         """Import the numerical modules, so that no import is left for the first step."""

@@ -54,11 +54,11 @@ def behind(nodes: dict[str, Node], name: str) -> set[str]:
     return needs.union(*(behind(nodes, need) for need in needs))
 
 
-def test_only_what_needs_it_is_behind_torch_and_nothing_behind_its_check() -> None:
+def test_only_what_needs_it_is_behind_torch_and_no_warm_up_behind_its_check() -> None:
     nodes = {node.name: node for node in start_of({}).nodes()}
-    assert [name for name in nodes if "torch check" in behind(nodes, name)] == []
+    assert [name for name in nodes if "torch check" in behind(nodes, name)] == ["engine"]
     assert {name for name in nodes if "torch" in behind(nodes, name)} == {
-        "torch check", "models", "compute", "library warm-up", "conditioner warm-up", "warm-up",
+        "torch check", "engine", "models", "compute", "library warm-up", "conditioner warm-up", "warm-up",
     }  # fmt: skip
     assert "models" not in behind(nodes, "library warm-up")
     assert nodes["torch check"].thread != nodes["models"].thread != nodes["library warm-up"].thread
