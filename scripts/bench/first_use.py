@@ -40,10 +40,10 @@ class Variant(NamedTuple):
 VARIANTS: Mapping[str, Variant] = {
     "parts": Variant(("--parts",)),
     "now": Variant(),
-    "native": Variant(("--native", "all")),
+    "native": Variant(("--native", "libraries,operators")),
     "native libraries": Variant(("--native", "libraries")),
-    "native operators": Variant(("--native", "libraries,operators")),
-    "native, switching": Variant(("--native", "all", "--switch-s", "0.0005")),
+    "native with plan": Variant(("--native", "all")),
+    "native, switching": Variant(("--native", "libraries,operators", "--switch-s", "0.0005")),
     "switching": Variant(("--switch-s", "0.0005")),
     "no gc": Variant(("--no-gc",)),
     "serial": Variant(("--serial",)),

@@ -17,9 +17,9 @@ TINY = ["--device", "cpu", "--preset", "test", "--size", "64x64", "--num-frames"
 
 
 def test_a_start_and_its_parts_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--runs", "1", "--variant", "parts", "--variant", "native"]) == 0
+    assert main([*TINY, "--runs", "1", "--variant", "parts", "--variant", "native with plan"]) == 0
     found = json.loads(capsys.readouterr().out)
-    parts, start = found["parts"]["seconds"], found["native"]
+    parts, start = found["parts"]["seconds"], found["native with plan"]
     assert {"torch", "models", "compute again", "kernel: cat", "attention: denoiser again"} <= set(parts)
     assert {"conditioner", "conditioner warm-up again", "denoiser warm-up, after all"} <= set(parts)
     assert {"torch", "library warm-up", "conditioner warm-up", "warm-up"} <= set(start["spans"])
