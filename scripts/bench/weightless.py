@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,7 +33,9 @@ def write_weightless(directory: Path, size: str, schedule: str, architectures: S
     ]
     (directory / "tokenizer").mkdir(parents=True)
     (directory / "tokenizer" / "tokenizer.json").write_bytes(source.tokenizer)
-    kernels = compile_kernels(directory, source.kernel_sizes, architectures, jobs=4)
+    kernels = compile_kernels(
+        directory, source.kernel_sizes, architectures, jobs=len(os.sched_getaffinity(0))
+    )
     written = WrittenFiles(
         [(plan, _digests(plan)) for plan in plans],
         FileDigests(len(source.tokenizer), _NO_DIGEST, (), {}),

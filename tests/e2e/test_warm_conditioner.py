@@ -62,7 +62,10 @@ def test_native_operations_cover_the_same_products(family: MiniMaxH3, prepared: 
     _, *blocks = refiner_products(config.transformer)
     shapes = [*text_products(config.text), *blocks]
     assert [name for name in done if "product" in name] == [f"product {w} x {i}" for w, i in shapes]
-    assert done[-3:] == ["text attention", "refiner attention", "attention plan"]
+    assert [name for name in done if "attention" in name] == [
+        "text attention", "refiner attention", "attention plan",
+    ]  # fmt: skip
+    assert done[-1] == "refiner's norm"
 
 
 def test_native_operations_are_for_stored_types_they_know(
