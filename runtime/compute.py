@@ -112,7 +112,7 @@ def choose_compute(
     kernel_set = opened
     if kernel_set is None:
         kernel_set = open_kernels(directory / "kernels", kernels, torch.cuda.get_device_capability())
-    torch.cuda.current_stream()  # binding needs the context
+    torch.cuda.synchronize()  # binding needs the context, current in this thread
     kernel_set.bind()
     choice = choose_backend(torch.device(device), torch.bfloat16, attention_backend)
     short = AttentionChoice("flash", "no plan per length", rest=("efficient", "math"))
