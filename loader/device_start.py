@@ -74,7 +74,6 @@ class _DeviceLoad:
         threads = budget.reader_threads(min(cpus.value, len(self.near) or cpus.value), _PARENTS_CPUS)
         if options.threads:
             threads = budget.Choice(options.threads, "forced")
-        self._threads = threads.value
         headroom = budget.memory_headroom()
         self.choice = budget.choose_ring(
             threads.value, plan.chunk_bytes, plan.total_bytes, headroom.value, options.ring_bytes, options.slot_bytes
@@ -94,9 +93,11 @@ class _DeviceLoad:
             pool_bytes=self.choice.bytes,
             cpus=cpus.value,
             most_threads=budget.most_threads(threads.value, options.threads, options.storage_gbps),
+            part_bytes=options.part_bytes or wire.PART_BYTES,
             rate=(options.storage_gbps or 0.0) * 1e9,
             fault=options.storage_fault,
         )
+        self._filling = settings.threads * settings.part_bytes
         self._wire_plan = encode_plan(self.plan, directory, settings)
         self.rows = RowDesk(self._wire_plan)
         self._intake = Intake(self.plan, self._wire_plan, self.progress, self.rows)
@@ -159,7 +160,7 @@ class _DeviceLoad:
     def _keep(self, recycles: bool) -> int:
         """Free slots that the reader should have at most; all of them where someone else decides that."""
         choice = self.choice
-        return slots_to_keep(self._threads, choice.slot_bytes) if recycles else choice.slots
+        return slots_to_keep(self._filling, choice.slot_bytes) if recycles else choice.slots
 
     def _sharing_reader(self, process: UploaderProcess) -> ReaderLink:
         """The one that was started early, or one inside the uploader's process."""

@@ -171,7 +171,7 @@ class Hub:
                 self._ended = f"the host's reader failed: {text.decode('utf-8', 'replace')}"
             else:
                 if kind == wire.GREW:
-                    self._slots.keep = slots_to_keep(wire.RECORD.unpack(record)[8], self._ring[1])
+                    self._slots.keep = slots_to_keep(wire.RECORD.unpack(record)[4], self._ring[1])
                 for member in range(self._size):
                     self._deliver(member, record)
         self._give_slots()

@@ -68,13 +68,13 @@ class HostReader:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(self.address)
             listener.listen(len(shared.members))
-            ring, threads, plan_bytes = self._begin(shared, directory, options)
+            ring, filling, plan_bytes = self._begin(shared, directory, options)
             work = {
                 "takers": [sum(1 << member for member in members) for members in shared.takers],
                 "size": len(shared.members),
                 "ring_bytes": ring.bytes,
                 "slot_bytes": ring.slot_bytes,
-                "keep": slots_to_keep(threads, ring.slot_bytes),
+                "keep": slots_to_keep(filling, ring.slot_bytes),
                 "crash_place": plan_bytes,
             }
             self._hub.begin(work, [listener.fileno(), *self._reader.hub_fds()])
@@ -84,7 +84,7 @@ class HostReader:
     ) -> tuple[budget.RingChoice, int, int]:
         """As a device's load does for one rank; slots are as many as the smallest member can fill.
 
-        Returns: the ring, the reader's threads, bytes of the encoded plan.
+        Returns: the ring, what the reader's threads fill at a time, bytes of the encoded plan.
         """
         cpus = budget.cpu_count()
         spare = _CPUS_OF_A_RANK * len(shared.members)
@@ -109,13 +109,14 @@ class HostReader:
             slot_bytes=choice.slot_bytes,
             pool_bytes=choice.bytes,
             cpus=cpus.value,
+            part_bytes=options.part_bytes or wire.PART_BYTES,
             rate=(options.storage_gbps or 0.0) * 1e9,
             fault=options.storage_fault,
         )
         data = encode_plan(shared.plan, directory, settings).data
         self._reader.begin(data, choice.bytes)
         self._reader.give_slots(range(choice.slots))
-        return choice, threads, len(data)
+        return choice, threads * settings.part_bytes, len(data)
 
     def _watch(self) -> None:
         """Tell the hub how the reader ended if it asks, and end both when it is done."""

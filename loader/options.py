@@ -24,6 +24,7 @@ class StreamOptions:
         path: force a rung of the ladder, "U", "A" … "E" (see `loader.ladder`).
         reader: force "child" or "threads".
         ring_bytes, slot_bytes: size of the host ring and of its slots; multiples of 4096.
+        part_bytes: what one thread reads of a slot at a time; a multiple of 4096.
         staging_slots: of the device ring that coded weights are unpacked from (None: 24); a slot is `slot_bytes`.
         reserve_bytes: device memory that must stay free besides the arenas.
         storage_gbps: throttle in 10^9 bytes per second, for experiments.
@@ -39,6 +40,7 @@ class StreamOptions:
     reader: str | None = None
     ring_bytes: int | None = None
     slot_bytes: int | None = None
+    part_bytes: int | None = None
     staging_slots: int | None = None
     reserve_bytes: int = 0
     storage_gbps: float | None = None
@@ -51,11 +53,19 @@ class StreamOptions:
         _check("verify", self.verify, VERIFY_LEVELS)
         _check("path", self.path, (None, *PATHS))
         _check("reader", self.reader, (None, "child", "threads"))
-        for name in ("threads", "ring_bytes", "slot_bytes", "staging_slots", "storage_gbps", "max_load_s"):
+        for name in (
+            "threads",
+            "ring_bytes",
+            "slot_bytes",
+            "part_bytes",
+            "staging_slots",
+            "storage_gbps",
+            "max_load_s",
+        ):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise CapabilityError("option must be positive", where=name, found=value)
-        for name in ("ring_bytes", "slot_bytes"):
+        for name in ("ring_bytes", "slot_bytes", "part_bytes"):
             if (getattr(self, name) or 0) % 4096:
                 raise CapabilityError(
                     "option must be a multiple of 4096", where=name, found=getattr(self, name)

@@ -21,7 +21,7 @@ VERIFY_LEVELS: Mapping[str, int] = {"edges": wire.EDGES, "full": wire.WHOLE, "au
 class ReadSettings(NamedTuple):
     """How the reader works. `rate`: bytes per second, 0 = unthrottled; `pool_bytes`: ring or arenas.
 
-    `most_threads`: how far it may grow where storage is slow and CPUs are idle.
+    `most_threads`: how far it may grow where storage is slow and CPUs are idle. `part_bytes`: of a chunk, for one thread.
     """
 
     mode: int
@@ -31,6 +31,7 @@ class ReadSettings(NamedTuple):
     pool_bytes: int
     cpus: int
     most_threads: int = 0
+    part_bytes: int = wire.PART_BYTES
     rate: float = 0.0
     fault: str = ""
 
@@ -77,7 +78,7 @@ def encode_plan(plan: LoadPlan, directory: Path, settings: ReadSettings) -> Wire
     head = wire.HEAD.pack(
         wire.MAGIC, settings.mode, len(used), len(plan.chunks), reads, edge_count, settings.threads, settings.verify,
         len(fault), settings.slot_bytes, settings.pool_bytes, settings.cpus, plan.hold_chunk, len(blocks), settings.most_threads,
-        settings.rate,
+        settings.part_bytes, settings.rate,
     )  # fmt: skip
     files, chunk_data, read_data = _files(plan, directory, used), chunk_words.tobytes(), read_words.tobytes()
     data = b"".join([head, fault, files, chunk_data, read_data, edge_data, _blocks(plan, blocks)])

@@ -34,7 +34,7 @@ RECORD = struct.Struct(
 )  # kind, chunk, slot, errno, bytes, start ns, end ns, offset, extra, checked
 SLOT = struct.Struct("<I")
 MESSAGE = struct.Struct("<IB")
-HEAD = struct.Struct("<8sIIIIIIIIQQIIIId")
+HEAD = struct.Struct("<8sIIIIIIIIQQIIIIId")
 FILE = struct.Struct("<QQH")  # size, data start, path bytes
 CHUNK = struct.Struct("<IIIIIi")  # file, first read, reads, first edge, edges, block or -1
 READ = struct.Struct("<QQQ")  # file offset, bytes, destination (in the slot, or in the pool)
@@ -180,9 +180,8 @@ class Plan:
         if head[0] != MAGIC:
             raise ValueError("not a plan")
         (self.mode, files, chunks, reads, edges, self.threads, self.verify, fault_bytes) = head[1:9]
-        (self.slot_bytes, self.pool_bytes, self.cpus, self.hold, blocks, self.most_threads, self.rate) = head[
-            9:
-        ]
+        (self.slot_bytes, self.pool_bytes, self.cpus, self.hold, blocks, self.most_threads) = head[9:15]
+        self.part_bytes, self.rate = head[15:]
         at = HEAD.size
         self.fault = data[at : at + fault_bytes].decode()
         at += fault_bytes
@@ -471,8 +470,8 @@ class Reader:
                 self.parts.put((chunk, slot, number == 0, segments))
 
     def cut(self, chunk: int) -> list[list[Segment]]:
-        """A chunk's reads in parts of at most PART_BYTES; whole where it is only hashed."""
-        most = 1 << 62 if self.plan.mode == HASH else PART_BYTES
+        """A chunk's reads in parts for one thread each; whole where it is only hashed."""
+        most = 1 << 62 if self.plan.mode == HASH else self.plan.part_bytes
         cuts: list[list[Segment]] = [[]]
         room = most
         for index in self.read_indexes(chunk):
@@ -642,7 +641,7 @@ class Reader:
             more = min(self.plan.most_threads, self.left * _PARTS_OF_A_CHUNK) - self.num_workers
             if more > 0:
                 self._hire(more)
-                self.send(GREW, extra=self.num_workers)
+                self.send(GREW, count=self.num_workers * self.plan.part_bytes, extra=self.num_workers)
 
     def finish(self) -> None:
         self.recheck_files()

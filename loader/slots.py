@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loader.reader import PART_BYTES
-
 _LEAST = 4
 
 
-def slots_to_keep(threads: int, slot_bytes: int) -> int:
-    """How many free slots `threads` reader threads want to have: twice what they fill at a time."""
-    return max(_LEAST, -(-2 * threads * PART_BYTES // slot_bytes))
+def slots_to_keep(filling_bytes: int, slot_bytes: int) -> int:
+    """How many free slots the reader wants to have: twice what its threads fill at a time, a part each."""
+    return max(_LEAST, -(-2 * filling_bytes // slot_bytes))
 
 
 class SlotStack:

@@ -255,7 +255,7 @@ class Upload:
             (full if kind == wire.FULL else news).append(record)
             self.is_done = self.is_done or kind == wire.DONE
             if kind == wire.GREW:
-                self._slots.keep = slots_to_keep(wire.RECORD.unpack(record)[8], self._work.slot_bytes)
+                self._slots.keep = slots_to_keep(wire.RECORD.unpack(record)[4], self._work.slot_bytes)
         self._waiting += full
         self._slots.filled(len(full))
         self._upload_waiting()

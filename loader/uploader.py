@@ -183,7 +183,7 @@ class Uploader:
             return
         for record in others:
             if record[0] == wire.GREW:
-                self._slots.keep = slots_to_keep(record[8], session.ring.choice.slot_bytes)
+                self._slots.keep = slots_to_keep(record[4], session.ring.choice.slot_bytes)
             self._intake.handle(record)
 
     def _upload_waiting(self, session: DeviceSession) -> bool:

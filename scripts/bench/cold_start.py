@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import target, write_result
+from scripts.bench.common import storage, target, write_result
 
 SHAPE = ("--size", "768x768", "--num-frames", "124")
 PROMPT = ("--prompt", "a lamp sways in the rain ", "--prompt-repeat", "111")  # 1,000 tokens, as the peer
@@ -29,7 +29,11 @@ THROTTLES_GBPS = (40.0, 20.0, 11.0, 5.5, 2.0, 1.0)
 
 def main() -> int:
     args = _arguments()
-    figures: dict[str, Any] = {"shape": [*SHAPE, *PROMPT], "schedule": args.schedule}
+    figures: dict[str, Any] = {
+        "shape": [*SHAPE, *PROMPT],
+        "schedule": args.schedule,
+        "storage": storage(args.directory),
+    }
     targets: dict[str, Any] = {}
     if "floors" in args.parts:
         figures["import_torch_s"] = _spread([_import_torch() for _ in range(args.runs)])

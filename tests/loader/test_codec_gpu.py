@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import zlib
 from pathlib import Path
@@ -40,6 +41,8 @@ TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8
 
 @pytest.fixture(scope="module")
 def encoder() -> GpuEncoder:
+    if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.libnvcomp") is None:
+        pytest.skip("nvCOMP is not installed: pip install 'coldframe[codec]'")
     return GpuEncoder()
 
 

@@ -19,7 +19,7 @@ from tests.loader.rungs import Rung, raw_bytes
 def reader_with(sizes: list[int], mode: int = wire.RING) -> wire.Reader:
     """Of one chunk with reads of `sizes`; nothing is opened."""
     head = wire.HEAD.pack(
-        wire.MAGIC, mode, 0, 1, len(sizes), 0, 1, wire.EDGES, 0, 1 << 24, 0, 1, 1, 0, 1, 0.0
+        wire.MAGIC, mode, 0, 1, len(sizes), 0, 1, wire.EDGES, 0, 1 << 24, 0, 1, 1, 0, 1, wire.PART_BYTES, 0.0
     )
     reads, at = b"", 0
     for size in sizes:

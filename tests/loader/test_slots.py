@@ -21,7 +21,7 @@ from loader.slots import SlotStack, slots_to_keep
     ],
 )
 def test_kept_slots_hold_two_parts_for_each_thread(threads: int, slot_bytes: int, slots: int) -> None:
-    assert slots_to_keep(threads, slot_bytes) == slots
+    assert slots_to_keep(threads * PART_BYTES, slot_bytes) == slots
     assert slots * slot_bytes >= 2 * threads * PART_BYTES
 
 
