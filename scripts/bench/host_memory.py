@@ -1,6 +1,6 @@
 """What the loader's ring is built on: first fill, pinning, context creation, and copies through rings of several sizes.
 
-    python -m scripts.bench.host_memory --work /mnt/w        # half a minute on an H200 host
+    python -m scripts.bench.host_memory --work /mnt/w [--also /root ...]       # half a minute on an H200 host
 
 Files are in memory-backed storage, so what is measured is the processor's part of a hot start. Every part runs in a
 process of its own; `results/host_memory.json` has all figures.
@@ -23,7 +23,7 @@ from typing import Any
 
 from loader.driver import CudaDriver, address_of
 from loader.host_memory import private_memory
-from scripts.bench.common import write_result
+from scripts.bench.common import storage, write_result
 
 GIB, MIB = 1 << 30, 1 << 20
 _BLOCK = 16 * MIB
@@ -47,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--work", type=Path, required=True, help="folder in memory-backed storage")
+    parser.add_argument(
+        "--also", type=Path, nargs="*", default=[], help="folders whose cached reads are timed too"
+    )
     parser.add_argument("--gib", type=int, default=12, help="size of the file that is read (default 12)")
     parser.add_argument("--child", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -58,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures: dict[str, Any] = {
         "huge_pages": _setting("enabled"),
         "huge_pages_shared": _setting("shmem_enabled"),
+        "cached_reads": [cached_reads(folder) for folder in (options.work, *options.also)],
     }
+    print(figures["cached_reads"], flush=True)
     try:
         figures["file"] = {"gib": options.gib, "write_s": write_file(file, options.gib * GIB)}
         for part in PARTS:
@@ -78,6 +83,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file.unlink(missing_ok=True)
     print(write_result("host_memory", figures, {}))
     return 0
+
+
+def cached_reads(folder: Path) -> dict[str, Any]:
+    """GB/s of reading 2 GiB that are in memory, by threads; the folder's file system decides the size of pages."""
+    file = folder / "cached_reads.bin"
+    memory = private_memory(2 * GIB)
+    try:
+        write_file(file, len(memory))
+        fill(file, memory)  # the memory's own pages
+        rates = {
+            threads: round(len(memory) / min(fill(file, memory, threads) for _ in range(2)) / 1e9, 2)
+            for threads in (1, 4, 8, 13)
+        }
+    finally:
+        file.unlink(missing_ok=True)
+    return {"storage": storage(folder), "gbps_by_threads": rates}
 
 
 def context(file: Path) -> Any:
@@ -184,6 +205,7 @@ class Pipeline:
         stream = driver.stream_create()
         threads = [threading.Thread(target=self._fill) for _ in range(self._threads)]
         pending: list[tuple[int, int]] = []
+        events = [driver.event_create() for _ in range(_IN_FLIGHT + 2)]
         start = time.monotonic()
         for thread in threads:
             thread.start()
@@ -191,13 +213,13 @@ class Pipeline:
             slot = self._full.get()
             driver.copy_async(target + at, self._base + slot * self._slot, self._slot, stream)
             at = (at + self._slot) % _DEVICE_BYTES
-            event = driver.event_create()
+            event = events.pop()
             driver.event_record(event, stream)
             pending.append((event, slot))
             while pending and (driver.event_query(pending[0][0]) or len(pending) > _IN_FLIGHT):
                 event, slot = pending[0]
                 if driver.event_query(event):
-                    driver.event_destroy(event)
+                    events.append(event)
                     self._free.put(slot)
                     del pending[0]
         driver.stream_synchronize(stream)

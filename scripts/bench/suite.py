@@ -4,9 +4,8 @@
 
 Parts: `tests`, `ring`, `cold`, `peer`, `loader`, `imports`, `kernels`, `step`, `decode`, `codec`, `prepare` on one GPU, `ranks` and
 `ranks-start` on two. `--work` is a folder in memory-backed storage (110 GB for `cold` and `ring`, whose directory `step` and `codec` use
-too; `codec` rewrites it, so it comes last): a tmpfs mounted with `huge=always`, whose pages are then copied as fast as those that a
-disk's file system caches today (5.2 GB/s a core where small pages give 3.7, on the machine where that was tried). Bytecode of
-this project and of torch is compiled first where it is missing, because a machine image without it would add that to every
+too; `codec` rewrites it, so it comes last): a tmpfs mounted with `huge=always`, whose pages are then copied as fast as those
+that a disk's file system caches today; small pages are slower (`host_memory` times both). Bytecode of this project and of torch is compiled first where it is missing, because a machine image without it would add that to every
 start. A bench that fails or runs out of time is reported, and the next one runs. New files of `results/`, and the end of every
 log, are in `--out` whenever a bench ends.
 """
