@@ -80,14 +80,16 @@ def _module_name() -> str:
 
 
 def commit() -> str:
-    """Current commit, with `+changes` if tracked files differ from it.
-
-    Outside a repository: what the variable BENCH_COMMIT says (for machines that get a copy), or "unknown".
+    """What the variable BENCH_COMMIT says, for machines that get a copy of the files; else the current commit, with `+changes`
+    if tracked files differ from it, or "unknown" outside a repository.
     """
+    named = os.environ.get("BENCH_COMMIT")
+    if named:
+        return named
     root = Path(__file__).parents[2]
     found = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
     if not found:
-        return os.environ.get("BENCH_COMMIT", "unknown")
+        return "unknown"
     changed = _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
     return found + ("+changes" if changed else "")
 
