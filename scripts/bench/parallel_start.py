@@ -1,10 +1,11 @@
 """First DiT entry with P GPUs against one: shared reader, a reader per rank, and diffusers on the same machine.
 
-    python -m scripts.bench.parallel_start DIRECTORY [--ranks 2] [--runs 3] [--peer-work /dev/shm/peer]
+    python -m scripts.bench.parallel_start DIRECTORY [--ranks 2] [--runs 3] [--peer-work /dev/shm/peer --consume]
     python -m scripts.bench.parallel_start DIRECTORY --device cpu --size 64x64 --num-frames 22 --runs 1   # dry run
 
 DIRECTORY holds shards: `python -m scripts.bench.full_size DIRECTORY --ranks 1 --ranks 2` (161 GB, memory-backed). Every
-start is fresh processes with the variables that torchrun sets. `results/parallel_start.json`.
+start is fresh processes with the variables that torchrun sets. diffusers loads the whole published form, 133 GB, in one
+process. `results/parallel_start.json`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from runtime import bootstrap  # isort: skip  # t = 0
 import argparse
 import json
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -25,7 +27,7 @@ from typing import Any
 from scripts.bench.common import target, write_result
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPT = "a lamp sways in the rain " * 85
+PROMPT = "a lamp sways in the rain " * 111  # 1,000 tokens, as the peer
 
 
 def main() -> int:
@@ -45,7 +47,9 @@ def main() -> int:
     size = args.ranks
     targets = {f"sp{size}_first_dit_entry_vs_sp1": target(round(shared / one, 4), 1.1, "lower")}
     if args.peer_work:
-        figures["diffusers"] = run_peer(args, shared)
+        if args.consume:
+            shutil.rmtree(args.directory)
+        figures["diffusers"] = run_peer(args)
         ratio = figures["diffusers"]["first_dit_entry_s"] / shared
         targets[f"first_dit_entry_vs_diffusers_x{size}"] = target(round(ratio, 3), 14.0, "higher")
     print(json.dumps({"figures": figures, "targets": targets}, indent=1))
@@ -108,16 +112,16 @@ def start_ranks(args: argparse.Namespace, ranks: int, reader: str) -> dict[str, 
     return report
 
 
-def run_peer(args: argparse.Namespace, ours_s: float) -> dict[str, Any]:
+def run_peer(args: argparse.Namespace) -> dict[str, Any]:
     """diffusers' first DiT entry on this machine, by `scripts.bench.peer_diffusers`."""
     command = [
         sys.executable, "-m", "scripts.bench.peer_diffusers", "--work", str(args.peer_work), "--out",
-        str(args.peer_work.parent), "--device", args.device, "--size", args.size, "--num-frames",
-        str(args.num_frames), "--ours-s", str(ours_s),
+        str(args.peer_work.parent), "--phase", "whole", "--device", args.device, "--size", args.size, "--num-frames",
+        str(args.num_frames), "--preset", args.peer_preset, "--name", "",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(done.stderr[-4000:])
+        raise SystemExit(f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report
 
@@ -140,6 +144,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peer-work", type=Path, help="folder for the published form; measures diffusers too"
     )
+    parser.add_argument(
+        "--consume", action="store_true", help="remove DIRECTORY before the peer's files are written"
+    )
+    parser.add_argument("--peer-preset", default="full", help=argparse.SUPPRESS)
     parser.add_argument("--name", default="", help="result file under scripts/bench/results/; none without")
     parser.add_argument("--rank-process", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()

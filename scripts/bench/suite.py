@@ -115,7 +115,7 @@ PARTS: Mapping[str, tuple[Bench, ...]] = {
     ),
     "decode": (_module("decode", "--work", "{work}", seconds=220),),
     "codec": (
-        _module("codec", "--part", "ratio", "--part", "decode", seconds=90),
+        _module("codec", "--part", "decode", "--part", "ratio", "--part", "repeat", seconds=120),
         _module("codec", "--part", "start", "--directory", _BUNDLE, seconds=400, needs=_MANIFEST),
     ),
     "prepare": (_module("prepare_full", "--components", "{work}/prepare", "--budget-s", "300", seconds=320),),
@@ -129,7 +129,10 @@ PARTS: Mapping[str, tuple[Bench, ...]] = {
         _module(
             "full_size", "{work}/ranks", "--ranks", "1", "--ranks", "2", "--architecture", "sm_90a", seconds=240
         ),
-        _module("parallel_start", "{work}/ranks", "--name", "sp2_start", seconds=150, needs="{work}/ranks/manifest.json"),
+        _module(
+            "parallel_start", "{work}/ranks", "--name", "sp2_start", "--peer-work", "{work}/peer", "--consume", seconds=330,
+            needs="{work}/ranks/manifest.json",
+        ),
     ),
 }  # fmt: skip
 
