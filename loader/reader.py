@@ -220,7 +220,6 @@ class Reader:
         self.put_rows, self.note = put_rows, note
         self.lock = threading.Lock()
         self.gate = threading.Condition(self.lock)
-        self.next_chunk = 0
         self.left = 0
         self.limit = 0
         self.stopped = False
@@ -236,7 +235,6 @@ class Reader:
         self.unread: dict[int, list[int]] = {}  # chunk under way -> parts left, start ns
         self.checked_tables: set[tuple[int, int]] = set()
         self.pool = memoryview(b"")
-        self.drop_pool: Callable[[], None] = lambda: None
 
     # -- records -----------------------------------------------------------------------------------------------
 
@@ -294,6 +292,7 @@ class Reader:
         """Run the load into `pool` (ring or arenas), then answer control messages until the parent goes away.
 
         Args:
+            pool: a view that nobody else uses; released after the last chunk.
             started: called once the first reads are under way.
         """
         self.plan, self.pool = plan, pool
@@ -399,7 +398,12 @@ class Reader:
             if fd >= 0:
                 os.close(fd)
         self.fds = []
-        self.pool = memoryview(b"")
+        self.drop_pool()
+
+    def drop_pool(self) -> None:
+        """Let go of the memory, which frames of this load's threads may still name; its owner frees it."""
+        pool, self.pool = self.pool, memoryview(b"")
+        pool.release()
 
     def recheck_files(self) -> None:
         """Size, inode and time once more; another size is an error, the rest a warning."""
@@ -456,18 +460,16 @@ class Reader:
     # -- work --------------------------------------------------------------------------------------------------
 
     def feed(self) -> None:
-        """Take a slot first, then the next chunk: chunks leave in nearly plan order and no order can deadlock."""
+        """Hand out chunks in plan order, each as soon as it is released and has a slot. Ends all threads after the last."""
         ring = self.plan.mode == RING
-        while True:
+        for chunk in range(len(self.plan.chunks)):
+            self.wait_for_release(chunk)
             slot = self.take_slot() if ring else NO_SLOT
-            chunk = self.take_chunk()
-            if chunk < 0:
-                self.parts.put(None)
-                return
             cuts = self.cut(chunk)
             self.unread[chunk] = [len(cuts), 0]
             for number, segments in enumerate(cuts):
                 self.parts.put((chunk, slot, number == 0, segments))
+        self.parts.put(None)
 
     def cut(self, chunk: int) -> list[list[Segment]]:
         """A chunk's reads in parts for one thread each; whole where it is only hashed."""
@@ -524,17 +526,11 @@ class Reader:
             raise Stop
         return int(SLOT.unpack(data)[0])
 
-    def take_chunk(self) -> int:
+    def wait_for_release(self, chunk: int) -> None:
         with self.gate:
-            self.gate.wait_for(
-                lambda: self.stopped or self.next_chunk < self.limit or self.limit >= len(self.plan.chunks)
-            )
+            self.gate.wait_for(lambda: self.stopped or chunk < self.limit)
             if self.stopped:
                 raise Stop
-            if self.next_chunk >= len(self.plan.chunks):
-                return -1
-            self.next_chunk += 1
-            return self.next_chunk - 1
 
     def read_indexes(self, chunk: int) -> range:
         first = self.plan.chunks[chunk][1]
@@ -739,21 +735,8 @@ def receive_plan(reader: Reader, plan_fd: int) -> Plan:
 
 def _run_child(reader: Reader, pool_fd: int, plan_fd: int, parent: int) -> None:
     plan = receive_plan(reader, plan_fd)
-    pool_map = mmap.mmap(pool_fd, plan.pool_bytes) if plan.pool_bytes else None
-    pool = memoryview(pool_map if pool_map else b"")
+    pool = memoryview(mmap.mmap(pool_fd, plan.pool_bytes) if plan.pool_bytes else b"")
     os.close(pool_fd)  # the pages belong to the mappings from here on
-
-    def drop_pool() -> None:
-        """Give the ring's pages back as soon as the parent does; views that still exist only delay it."""
-        reader.pool = memoryview(b"")
-        try:
-            pool.release()
-            if pool_map:
-                pool_map.close()
-        except BufferError:
-            return
-
-    reader.drop_pool = drop_pool
     reader.serve(plan, pool, (lambda: _die_with_parent(parent)) if parent else None)
 
 

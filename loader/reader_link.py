@@ -346,7 +346,6 @@ class ThreadReader:
         self._reader = wire.Reader(
             self._pipes.free[0], self._pipes.full[1], self._pipes.ctl[0], self._put_rows, self._note
         )
-        self._reader.drop_pool = self._forget_pool
         self.read_records, self.give_slots, self.send = (
             self._pipes.read_records,
             self._pipes.give_slots,
@@ -355,9 +354,6 @@ class ThreadReader:
 
     def _put_rows(self, place: int, data: memoryview) -> None:
         self._rows[place] = bytes(data)
-
-    def _forget_pool(self) -> None:
-        self._reader.pool = memoryview(b"")
 
     def _note(self, text: str) -> None:
         self._crash = text
@@ -369,7 +365,7 @@ class ThreadReader:
     def begin(self, plan: bytes, pool_bytes: int, cpus: Sequence[int] = ()) -> None:
         if self._pool is None:
             self._pool = memoryview(private_memory(pool_bytes) if pool_bytes else b"")
-        arguments = (self._reader.serve, wire.Plan(plan), self._pool)
+        arguments = (self._reader.serve, wire.Plan(plan), memoryview(self._pool))
         self._main = threading.Thread(
             target=self._reader._guard, args=arguments, name="coldframe-reader", daemon=True
         )

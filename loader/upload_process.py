@@ -400,14 +400,10 @@ class OwnReader:
         self._reader = wire.reader_of(free, full, ctl, rows_fd, plan_fd)
         plan = wire.receive_plan(self._reader, plan_fd)
         self.memory: mmap.mmap | None = private_memory(plan.pool_bytes)
-        self._reader.drop_pool = self._forget_pool
         self._thread = threading.Thread(
             target=self._reader._guard, args=(self._reader.serve, plan, memoryview(self.memory)), daemon=True
         )
         self._thread.start()
-
-    def _forget_pool(self) -> None:
-        self._reader.pool = memoryview(b"")
 
     def wait(self) -> None:
         """Until the parent wants nothing more of it."""
