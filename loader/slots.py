@@ -1,7 +1,8 @@
 """Which free slots of a ring the reader gets, and when.
 
 A slot that is filled again soon after it was copied is still in the processor's last cache, and so is the copy engine's
-next read: an H200 host moved 43 GB/s from the page cache to the device through 180 MB of slots in turn, 31 GB/s through 2 GiB.
+next read. With slots of 16 MiB in 2 GiB, an H200 host moved 29 GB/s from memory-backed files to the device where the slot that
+came back last was filled next, 22 in turn (`host_memory` of the benches); whole starts gained nothing that could be measured.
 So the slot that came back last is given first, and the reader holds no more than it can fill.
 """
 
