@@ -463,7 +463,8 @@ class Reader:
         """Hand out chunks in plan order, each as soon as it is released and has a slot. Ends all threads after the last."""
         ring = self.plan.mode == RING
         for chunk in range(len(self.plan.chunks)):
-            self.wait_for_release(chunk)
+            if chunk >= self.limit or self.stopped:
+                self.wait_for_release(chunk)
             slot = self.take_slot() if ring else NO_SLOT
             cuts = self.cut(chunk)
             self.unread[chunk] = [len(cuts), 0]
@@ -536,16 +537,17 @@ class Reader:
         first = self.plan.chunks[chunk][1]
         return range(first, first + self.plan.chunks[chunk][2])
 
-    def target(self, index: int, slot: int) -> memoryview:
-        _, count, place = self.plan.reads[index]
-        base = 0 if slot == NO_SLOT else slot * self.plan.slot_bytes
-        return self.pool[base + place : base + place + count]
+    def target(self, index: int, slot: int, first: int = 0, count: int = -1) -> memoryview:
+        """Where `count` bytes of a read go, from its `first` on; by default all of them."""
+        _, size, place = self.plan.reads[index]
+        begin = place + first if slot == NO_SLOT else slot * self.plan.slot_bytes + place + first
+        return self.pool[begin : begin + (size if count < 0 else count)]
 
     def fill(self, chunk: int, slot: int, segments: list[Segment]) -> None:
         """Read one part of a chunk."""
         file = self.plan.chunks[chunk][0]
         for index, first, count in segments:
-            target = self.target(index, slot)[first : first + count]
+            target = self.target(index, slot, first, count)
             self.read_range(file, self.plan.reads[index][0] + first, target, chunk)
 
     def verify(self, chunk: int, slot: int) -> int:
@@ -577,7 +579,7 @@ class Reader:
         for index in self.read_indexes(chunk):
             start, count, _ = self.plan.reads[index]
             if start <= offset and offset + size <= start + count:
-                return self.target(index, slot)[offset - start : offset - start + size]
+                return self.target(index, slot, offset - start, size)
         return None
 
     def check_block(self, chunk: int, slot: int) -> None:
