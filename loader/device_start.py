@@ -97,7 +97,7 @@ class _DeviceLoad:
             rate=(options.storage_gbps or 0.0) * 1e9,
             fault=options.storage_fault,
         )
-        self._filling = settings.threads * settings.part_bytes
+        self._filling = settings.filling_bytes
         self._wire_plan = encode_plan(self.plan, directory, settings)
         self.rows = RowDesk(self._wire_plan)
         self._intake = Intake(self.plan, self._wire_plan, self.progress, self.rows)

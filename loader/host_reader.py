@@ -116,7 +116,7 @@ class HostReader:
         data = encode_plan(shared.plan, directory, settings).data
         self._reader.begin(data, choice.bytes)
         self._reader.give_slots(range(choice.slots))
-        return choice, threads * settings.part_bytes, len(data)
+        return choice, settings.filling_bytes, len(data)
 
     def _watch(self) -> None:
         """Tell the hub how the reader ended if it asks, and end both when it is done."""

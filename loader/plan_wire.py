@@ -35,6 +35,11 @@ class ReadSettings(NamedTuple):
     rate: float = 0.0
     fault: str = ""
 
+    @property
+    def filling_bytes(self) -> int:
+        """What the threads keep from others at a time: a part each, or a slot each where each may hash a whole one."""
+        return self.threads * wire.bytes_of_a_thread(self.verify, self.part_bytes, self.slot_bytes)
+
 
 class WirePlan(NamedTuple):
     """`data` for the reader; `files`, `tensors`, `blocks` give the names behind its numbers."""

@@ -73,6 +73,11 @@ PART_BYTES = (
 _PARTS_OF_A_CHUNK = 4  # as a rule
 
 
+def bytes_of_a_thread(verify: int, part_bytes: int, slot_bytes: int) -> int:
+    """What one thread works on: a part, or all of a slot while it hashes that."""
+    return part_bytes if verify == EDGES else max(part_bytes, slot_bytes)
+
+
 def load_sha256(whole: bool = False) -> Callable[..., Any]:
     """The interpreter's own SHA-256 (no start-up cost), or OpenSSL's where whole chunks are hashed (7x faster)."""
     if whole:
@@ -631,15 +636,16 @@ class Reader:
             if self.grown:
                 return
             self.grown = True
-        elapsed = time.monotonic() - self.start_s
+        plan, elapsed = self.plan, time.monotonic() - self.start_s
         cpu = sum(os.times()[:2]) - self.start_cpu
         slow = self.read_bytes / elapsed < _GROW_BELOW
-        idle = cpu < 0.5 * elapsed * self.plan.cpus and self.slot_wait_s < 0.5 * elapsed * self.plan.threads
+        idle = cpu < 0.5 * elapsed * plan.cpus and self.slot_wait_s < 0.5 * elapsed * plan.threads
         if slow and idle:
-            more = min(self.plan.most_threads, self.left * _PARTS_OF_A_CHUNK) - self.num_workers
+            more = min(plan.most_threads, self.left * _PARTS_OF_A_CHUNK) - self.num_workers
             if more > 0:
                 self._hire(more)
-                self.send(GREW, count=self.num_workers * self.plan.part_bytes, extra=self.num_workers)
+                filling = bytes_of_a_thread(plan.verify, plan.part_bytes, plan.slot_bytes)
+                self.send(GREW, count=self.num_workers * filling, extra=self.num_workers)
 
     def finish(self) -> None:
         self.recheck_files()

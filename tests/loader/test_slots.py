@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader.reader import PART_BYTES
+from loader.plan_wire import ReadSettings
+from loader.reader import AUTO, EDGES, PART_BYTES, RING, WHOLE
 from loader.slots import SlotStack, slots_to_keep
 
 
@@ -61,3 +62,10 @@ def test_the_slot_that_came_back_last_goes_first() -> None:
     assert stack.take() == [2]  # again, and slot 0 still waits
     stack.keep = 4
     assert stack.take() == [0]
+
+
+@pytest.mark.parametrize("verify", [EDGES, WHOLE, AUTO])
+def test_every_thread_has_a_slot_to_hash_while_the_next_ones_are_read(verify: int) -> None:
+    settings = ReadSettings(RING, 13, verify, 16 << 20, 2 << 30, 16)
+    slots = slots_to_keep(settings.filling_bytes, settings.slot_bytes)
+    assert slots == (7 if verify == EDGES else 26)
