@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loader.errors import CapabilityError
+from loader.errors import CapabilityError, InternalError
 
 if TYPE_CHECKING:
     from kernels.cubin import KernelSet
@@ -61,26 +61,13 @@ def open_early(directory: Path, kernels: Sequence[Mapping[str, object]]) -> Kern
 
     Arguments as in `choose_compute`, which then finds out why. Raises: ArtifactError: a file is not what the manifest says.
     """
+    from kernels.cubin import open_kernels
+    from runtime.native_driver import NativeDriver
+
     try:
-        from cuda.bindings import driver
-
-        from kernels.cubin import open_kernels
-        from kernels.driver import CudaDriver
-
-        opened = CudaDriver()
-        _, device = driver.cuDeviceGet(0)
-        names = driver.CUdevice_attribute
-        (code, major), (_, minor) = (
-            driver.cuDeviceGetAttribute(name, device)
-            for name in (
-                names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-                names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-            )
-        )
-        if code != driver.CUresult.CUDA_SUCCESS:
-            return None
-        return open_kernels(directory / "kernels", kernels, (major, minor), opened)
-    except (ImportError, CapabilityError):
+        driver = NativeDriver()
+        return open_kernels(directory / "kernels", kernels, driver.capability(), driver)
+    except (CapabilityError, InternalError):
         return None
 
 
