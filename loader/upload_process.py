@@ -391,6 +391,7 @@ class OwnReader:
 
     Args:
         fds: of plan, rows, `free`, `full` and `ctl`.
+    Raises: Refused: no memory for the ring.
     """
 
     def __init__(self, fds: list[int]) -> None:
@@ -399,7 +400,11 @@ class OwnReader:
         plan_fd, rows_fd, free, full, ctl = fds
         self._reader = wire.reader_of(free, full, ctl, rows_fd, plan_fd)
         plan = wire.receive_plan(self._reader, plan_fd)
-        self.memory: mmap.mmap | None = private_memory(plan.pool_bytes)
+        try:
+            self.memory: mmap.mmap | None = private_memory(plan.pool_bytes)
+        except OSError as error:
+            text = f"no ring of {plan.pool_bytes} bytes: {error}"
+            raise Refused(InternalError(text, where="uploader process")) from error
         self._thread = threading.Thread(
             target=self._reader._guard, args=(self._reader.serve, plan, memoryview(self.memory)), daemon=True
         )
@@ -437,6 +442,8 @@ def _wait_for(opening: Opening, sock: socket.socket) -> Driver:
 
 
 def _serve(sock: socket.socket, post: Post, opening: Opening, ordinal: int) -> None:
+    from contextlib import suppress
+
     from loader.budget import RingChoice
     from loader.ring import Ring
     from loader.slots import SlotStack
@@ -475,7 +482,8 @@ def _serve(sock: socket.socket, post: Post, opening: Opening, ordinal: int) -> N
     post.send(talk.DONE)
     post.wait_empty()
     sock.recv(1)  # the end: what was not imported must not go before
-    driver.release_context(ordinal)
+    with suppress(WorkerError):  # a context that stays goes with the process; rows may be wanted before
+        driver.release_context(ordinal)
     if reader is not None:
         reader.wait()
 

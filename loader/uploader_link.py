@@ -50,12 +50,20 @@ class UploaderProcess:
     def receive(self) -> tuple[int, bytes, list[int]] | None:
         """(kind, payload, descriptors, now the caller's) of the next packet; None = the process is gone."""
         try:
-            data, fds, _, _ = socket.recv_fds(
-                self._socket, talk.PACKET_BYTES, talk.MOST_FDS, socket.MSG_CMSG_CLOEXEC
-            )
+            try:
+                data, fds = self._receive()
+            except (
+                ConnectionResetError
+            ):  # it ended before it read all that it was sent; its last words come after that
+                data, fds = self._receive()
         except OSError:
             return None
         return (data[0], data[1:], fds) if data else None
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        size, most = talk.PACKET_BYTES, talk.MOST_FDS
+        data, fds, _, _ = socket.recv_fds(self._socket, size, most, socket.MSG_CMSG_CLOEXEC)
+        return data, fds
 
     def say_bye(self) -> None:
         """Let a process that is done go; `receive` meets the end when it has ended."""

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 
+from loader.errors import InternalError
 from tests.fakes.driver import FakeDriver
 
 
@@ -84,3 +85,12 @@ class _NeverReady(FakeDriver):
 
 def never_ready() -> FakeDriver:
     return _NeverReady()
+
+
+class _Keeping(FakeDriver):
+    def release_context(self, ordinal: int) -> None:
+        raise InternalError("busy", where="fake driver")
+
+
+def keeps_its_context() -> FakeDriver:
+    return _checked(_Keeping())

@@ -1,4 +1,4 @@
-"""What a reader still holds when its last chunk was read: it lives on for rows, its ring and its threads must not."""
+"""What a reader holds of its ring and its threads: all, until its last chunk was read, and then nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loader.load_plan import LoadPlan, plan_load
 from loader.manifest import Manifest
 from loader.plan_wire import ReadSettings, encode_plan
 from loader.reader_link import EmbeddedReader, ReaderLink, ThreadReader, spawn_reader
-from loader.upload_process import OwnReader
+from loader.upload_process import OwnReader, Refused
 from tests.loader.prepared import SMALL_ORDER, Prepared
 
 CHUNK = 4096
@@ -104,5 +104,20 @@ def test_in_a_child(prepared: Prepared, plan: LoadPlan) -> None:
     begin(link, plan, prepared.directory)
     read_all(link, len(plan.chunks))
     assert "memfd:coldframe-pool" not in Path(f"/proc/{link.pid}/maps").read_text()
+    link.stop()
+    link.close()
+
+
+def test_an_uploader_without_memory_for_it_leaves_the_load_to_others(
+    prepared: Prepared, plan: LoadPlan
+) -> None:
+    process = NoProcess()
+    link = EmbeddedReader(process)  # type: ignore[arg-type]
+    settings = ReadSettings(wire.RING, 5, wire.EDGES, CHUNK, 1 << 47, 2)
+    link.begin(encode_plan(plan, prepared.directory, settings).data, settings.pool_bytes)
+    with pytest.raises(Refused, match=f"no ring of {1 << 47} bytes"):
+        OwnReader(process.fds)
+    for fd in process.fds:
+        os.close(fd)
     link.stop()
     link.close()

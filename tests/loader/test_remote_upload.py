@@ -140,6 +140,30 @@ def test_what_cannot_go_with_a_process(
     driver.finish()
 
 
+def test_a_process_that_ends_before_it_has_read_its_work_is_heard(
+    prepared: Prepared, manifest: Manifest
+) -> None:
+    driver, size = FakeDriver(), 1 << 47  # more than a process can address
+    with (
+        begin(prepared, manifest, driver, "plain", path="U", ring_bytes=size, slot_bytes=size) as stream,
+        pytest.raises(WorkerError, match=f"no ring of {size} bytes"),
+    ):
+        stream.wait_all()
+    driver.finish()
+
+
+def test_a_context_that_stays_does_not_end_the_reader(prepared: Prepared, manifest: Manifest) -> None:
+    driver = FakeDriver()
+    with begin(prepared, manifest, driver, "keeps_its_context") as stream:
+        stream.wait_all()
+        while not any(name.startswith("uploader: unpinned") for name in marks(stream)):
+            _ = stream.rows_async("embed/table.weight", [0]).bytes
+        for _ in range(50):  # the context goes meanwhile
+            assert len(stream.rows_async("embed/table.weight", [0]).bytes) == 48
+        assert not any("ended with" in name for name in marks(stream))
+    driver.finish()
+
+
 def test_partly_refused_registration_shrinks_the_ring(prepared: Prepared, manifest: Manifest) -> None:
     driver = FakeDriver()
     with begin(prepared, manifest, driver, "little_pinning", path="U") as stream:
