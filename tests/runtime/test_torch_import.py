@@ -23,6 +23,7 @@ from runtime.torch_import import (
     _realpath_remembered,
     import_torch,
 )
+from runtime.torch_preload import let_openmp_sleep
 
 OPERATORS = """
 import hashlib, json, sys
@@ -276,6 +277,37 @@ print(json.dumps([record.facts(), torch.ones(2).sum().item()]))
     assert total == 2.0
 
 
+def test_extensions_are_imported_between_libraries_once_they_may_be() -> None:
+    """One that is not there ends nothing."""
+    code = """
+import json, sys
+from runtime.torch_preload import start_preload
+preload = start_preload(extensions=("no_such_module", "tokenizers"))
+before = [preload.is_running, "tokenizers" in sys.modules]
+preload.allow_extensions()
+preload.wait_imported()
+found = "tokenizers" in sys.modules
+preload.join()
+print(json.dumps([before, found, preload.problem, preload.seconds > 0, "torch" in sys.modules]))
+"""
+    assert run(code) == [[True, False], True, "", True, False]
+
+
+def test_nobody_waits_for_extensions_where_mapping_fails(tmp_path: Path) -> None:
+    broken = tmp_path / "lib" / "libtorch_cpu.so"
+    broken.parent.mkdir()
+    broken.write_bytes(b"not a library")
+    code = """
+import json, sys
+from runtime.torch_preload import TorchInstall, start_preload
+preload = start_preload(TorchInstall(sys.argv[1], "0", True), extensions=("tokenizers",))
+preload.wait_imported()
+preload.join()
+print(json.dumps(["tokenizers" in sys.modules, "libtorch_cpu.so" in preload.problem]))
+"""
+    assert run(code, str(tmp_path)) == [False, True]
+
+
 # ---- the parts that need no fresh torch
 
 
@@ -370,3 +402,15 @@ def test_frames_keep_file_and_line(tmp_path: Path) -> None:
     assert inspect.getframeinfo is real
     assert (short.filename, short.lineno, short.function) == (__file__, line, frame.f_code.co_name)
     assert short.code_context is None
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_openmp_sleeps_unless_the_environment_decides(
+    given: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # what the function sets goes with the copy
+    let_openmp_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == found
