@@ -140,6 +140,10 @@ class Family(Protocol):
         """Validated request. Raises: RequestError naming the field."""
         ...
 
+    def open_tokenizer(self) -> None:
+        """What of `prepare` is the same for every request, takes long and imports nothing but its own library."""
+        ...
+
     def prepare(self, request: Any) -> Prepared:
         """Tokens, pictures and packed layout. Raises: RequestError (prompt too long, picture unusable)."""
         ...

@@ -1,17 +1,19 @@
 """Operators of torch through the C interface of its libraries, before `import torch` has happened or while it does.
 
 The libraries are mapped long before the import ends (`runtime.torch_preload`), their operators are registered when they
-are mapped, and every call here runs without the interpreter lock. What it is for: first uses that wait for the driver
+are mapped, and an operator here runs without the interpreter lock. Getting that back from a thread that imports takes up to
+5 ms, so what only handles handles keeps it. What it is for: first uses that wait for the driver
 (`runtime.native_warm_up`), never results. Uses the `aoti_torch_*` functions, whose signatures torch keeps.
 Standard library only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from loader.errors import CapabilityError
 from runtime.torch_preload import TorchInstall
@@ -19,6 +21,11 @@ from runtime.torch_preload import TorchInstall
 # ruff: noqa: PTH118 (pathlib is not imported on the cold path)
 
 _NONE = 0  # of an optional argument
+_QUICK = frozenset({
+    "get_stride", "get_data_ptr", "_reinterpret_tensor", "new_tensor_handle", "delete_tensor_object",
+})  # fmt: skip
+"""Functions of a microsecond that never wait for the device, though one may wait for the allocator; also all constants."""
+
 Handle = ctypes.c_void_p
 """An owned tensor; `NativeTorch.close` deletes it."""
 
@@ -33,10 +40,13 @@ class NativeTorch:
 
     def __init__(self, install: TorchInstall, device: str) -> None:
         names = ["libtorch_cpu.so"] if device == "cpu" else ["libtorch_cpu.so", "libtorch_cuda.so"]
+        paths = [os.path.join(install.directory, "lib", name) for name in names]
         try:
-            self._libraries = [ctypes.CDLL(os.path.join(install.directory, "lib", name)) for name in names]
+            self._libraries = [ctypes.CDLL(path) for path in paths]
+            self._locked = [ctypes.PyDLL(path) for path in paths]  # calls keep the interpreter lock
         except OSError as cause:
             raise CapabilityError(f"cannot be opened: {cause}", where="libtorch") from cause
+        self._functions: dict[str, ctypes._NamedFuncPointer] = {}
         self.device = device
         self._device_type = self._constant(f"device_type_{device}")
         self._handles: list[Handle] = []
@@ -48,6 +58,14 @@ class NativeTorch:
         place = (self._constant(f"dtype_{dtype}"), self._device_type, 0)
         self._call("empty_strided", count, lengths, strides, *place, ctypes.byref(out))
         return self._own(out)
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[None]:
+        """Tensors made inside are given back at its end, as `close` does; a failure leaves them to `close`."""
+        count = len(self._handles)
+        yield
+        made, self._handles = self._handles[count:], self._handles[:count]
+        self._delete(made)
 
     def view(self, tensor: Handle, *sizes: int) -> Handle:
         """The first values of a tensor's memory as a contiguous tensor of other sizes."""
@@ -146,11 +164,14 @@ class NativeTorch:
     def close(self) -> None:
         """Give every tensor back to torch's allocator, in the order of its stream. May be called twice."""
         handles, self._handles = self._handles, []
+        self._delete(handles)
+
+    # ---- calls
+
+    def _delete(self, handles: Sequence[Handle]) -> None:
         for handle in handles:
             if handle.value:
                 self._call("delete_tensor_object", handle)
-
-    # ---- calls
 
     def _attention(
         self, name: str, q: Handle, k: Handle, v: Handle, before: Sequence[object], causal: bool
@@ -200,7 +221,14 @@ class NativeTorch:
         return int(self._function(name)())
 
     def _function(self, name: str) -> ctypes._NamedFuncPointer:
-        for library in self._libraries:
+        function = self._functions.get(name)
+        if function is None:
+            function = self._functions[name] = self._find(name)
+        return function
+
+    def _find(self, name: str) -> ctypes._NamedFuncPointer:
+        is_quick = name in _QUICK or name.startswith(("dtype_", "device_type_"))
+        for library in self._locked if is_quick else self._libraries:
             found = getattr(library, f"aoti_torch_{name}", None)
             if found is not None:
                 function: ctypes._NamedFuncPointer = found

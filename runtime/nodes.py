@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from runtime.weights import WeightSet
 
 _LOADING_MODULES = ("loader.manifest", "loader.stream", "runtime.family", "runtime.weights")
+_REQUEST_EXTENSIONS = ("tokenizers",)
+"""Imported between two of torch's libraries, so that a request's tokenizer is loaded while the rest is being mapped: that holds
+the interpreter lock for 0.2 s, which the import of torch wants afterwards and nobody before."""
 
 
 def start_engine(
@@ -82,6 +85,7 @@ class WorkerStart:
         self.uploader: UploaderProcess | None = None
         self.preload: Preload | None = None
         self.finish_import: Callable[[], TorchImport] | None = None
+        self.is_warm_natively = False
 
     def nodes(self) -> list[Node]:
         return [
@@ -114,10 +118,14 @@ class WorkerStart:
         except OSError as error:
             self.timeline.note(spawn=f"not spawned early: {error}")
         self.import_loading()
+        if self.device == "cuda":
+            from runtime.torch_preload import let_openmp_sleep
+
+            let_openmp_sleep()
         if self.settings.torch_trims == "all":
             from runtime.torch_preload import start_preload
 
-            self.preload = start_preload()
+            self.preload = start_preload(extensions=() if self.body is None else _REQUEST_EXTENSIONS)
 
     def spawn_processes(self) -> None:
         """The uploader for a GPU, which reads as well, or a reader, unless a rung of the loader is forced that has neither."""
@@ -168,6 +176,8 @@ class WorkerStart:
         self.weights.ensure(manifest.orders[order])
         entry = _entry_bytes(manifest, manifest.orders[order])
         self.timeline.note(order=order, device=self.device, entry_bytes=entry)
+        if self.preload is not None:
+            self.preload.allow_extensions()
         return self.weights
 
     def start_stream(self, manifest: Manifest, groups: Sequence[str]) -> WeightStream:
@@ -212,14 +222,17 @@ class WorkerStart:
         """
         self.stop_loading()
         if self.preload is not None:
+            self.preload.allow_extensions()
             self.preload.join()
 
     def request(self, results: Results) -> Prepared | None:
         if self.body is None:
             return None
-        if self.preload is not None:
-            self.preload.join()  # it imports extensions: see `import_loading`
         family = results["family"]
+        if self.preload is not None:
+            self.preload.wait_imported()
+            family.open_tokenizer()
+            self.preload.join()  # what follows imports extensions: see `import_loading`
         prepared: Prepared = family.prepare(family.parse(self.body, self.resolve_image))
         for tensor, rows in prepared.rows.items():
             results["load"].fetch_rows(tensor, rows)
@@ -277,21 +290,24 @@ class WorkerStart:
         if not self.has_first_uses or setting == "none" or request is None or preload is None:
             return
         from runtime.native_warm_up import chosen_items, warm_natively
-
-        items = chosen_items(setting)
-        preload.join()
-        if preload.problem:
-            self.timeline.note(native_warm_up={"problems": [preload.problem]})
-            return
         from runtime.torch_preload import find_torch
 
+        install = find_torch()
+        items, problem = chosen_items(setting, install.version)
+        if items:
+            preload.join()
+            problem = preload.problem
+        if problem:
+            self.timeline.note(native_warm_up={"problems": [problem]})
+            return
         facts = warm_natively(
-            find_torch(),
+            install,
             self.device,
             items,
             lambda native, chosen: results["family"].native_operations(request, native, chosen),
             is_over=lambda: "torch" in results or results.is_cancelled,
         )
+        self.is_warm_natively = facts["is_complete"] and "operators" in items
         self.timeline.note(native_warm_up=facts)
 
     def warm_up_libraries(self, results: Results) -> None:
@@ -300,9 +316,17 @@ class WorkerStart:
             results["family"].warm_up_libraries(results["request"], self.device)
 
     def warm_up_conditioner(self, results: Results) -> None:
-        """The rest of its conditioner's first uses, on the same thread: most of it is waiting for the driver."""
-        if self.has_first_uses and results["request"] is not None:
-            results["family"].warm_up_conditioner(results["request"], results["compute"])
+        """The rest of its conditioner's first uses, on the same thread: most of it is waiting for the driver.
+
+        Left out where nothing is left of it but its own work, and the conditioner need not wait for weights.
+        """
+        request = results["request"]
+        if not self.has_first_uses or request is None:
+            return
+        if self.is_warm_natively and not self.has_time(request.order, results["manifest"]):
+            self.timeline.note(conditioner_warm_up="not needed")
+        else:
+            results["family"].warm_up_conditioner(request, results["compute"])
 
     def warm_up(self, results: Results) -> None:
         """Initialise libraries on dummy data so that the first step pays for nothing."""

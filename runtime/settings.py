@@ -43,8 +43,8 @@ class Settings:
             an sm_90, else cuDNN; another name that one or none.
         warm_up: what of the first evaluation is paid behind the load: `all` as far as there is time, `none`, or some of
             memory, products, step, comma separated.
-        native_warm_up: first uses during the import of torch, for measuring: `none`, `all`, or some of libraries,
-            operators, attention, comma separated.
+        native_warm_up: first uses during the import of torch: `auto` on releases of torch that were tried, `none`, `all`,
+            or some of libraries, operators, attention, step, comma separated.
         cpu_threads: torch's threads on the CPU; 0: torch's own choice.
         log_level: of the JSON log on stderr.
     """
@@ -69,7 +69,7 @@ class Settings:
     torch_trims: str = "all"
     attention: str = "auto"
     warm_up: str = "all"
-    native_warm_up: str = "none"
+    native_warm_up: str = "auto"
     cpu_threads: int = 0
     log_level: str = "INFO"
 

@@ -11,7 +11,7 @@ from loader.manifest import Manifest, read_manifest
 from runtime.compute import Compute
 from runtime.families.minimax_h3.family import MiniMaxH3
 from runtime.families.minimax_h3.model.first_uses import multiply_first
-from runtime.families.minimax_h3.products import refiner_products, text_products
+from runtime.families.minimax_h3.products import end_products, refiner_products, text_products
 from runtime.family import Prepared
 from runtime.native_torch import NativeTorch
 from runtime.ops.attention import attention
@@ -52,20 +52,39 @@ def test_products_are_in_the_type_of_the_matrices(family: MiniMaxH3, dtype: torc
     assert {rows for _, _, rows in products.seen} == {3}
 
 
-def test_native_operations_cover_the_same_products(family: MiniMaxH3, prepared: Prepared) -> None:
+def native_names(family: MiniMaxH3, prepared: Prepared, *items: str) -> list[str]:
+    """What runs natively, in order."""
     from runtime.families.minimax_h3.native_operations import operations
 
-    config, sequence = family.capabilities.config, prepared.parts["sequence"]
     native = NativeTorch(find_torch(), "cpu")
-    done = list(operations(native, ("operators", "attention"), config, sequence.num_text, sequence.num_rows))
+    done = list(operations(native, items, family.capabilities.config, prepared.parts["sequence"]))
     native.close()
+    return done
+
+
+def test_native_operations_cover_the_same_products(family: MiniMaxH3, prepared: Prepared) -> None:
+    config = family.capabilities.config
+    done = native_names(family, prepared, "operators", "attention")
     _, *blocks = refiner_products(config.transformer)
     shapes = [*text_products(config.text), *blocks]
     assert [name for name in done if "product" in name] == [f"product {w} x {i}" for w, i in shapes]
     assert [name for name in done if "attention" in name] == [
         "text attention", "refiner attention", "attention plan",
     ]  # fmt: skip
-    assert done[-1] == "refiner's norm"
+    assert done[-2:] == ["refiner's norm", "attention plan"]
+
+
+def test_native_products_of_a_step_are_those_of_the_denoiser(family: MiniMaxH3, prepared: Prepared) -> None:
+    transformer, sequence = family.capabilities.config.transformer, prepared.parts["sequence"]
+    with Products() as denoiser:
+        family.warm_up_denoiser(prepared, Compute("cpu", attention, attention), ("step",))
+    done = native_names(family, prepared, "step")
+    wide = {(w, i) for w, i, rows in denoiser.seen if rows == sequence.num_rows}
+    assert {name for name in done if "block's" in name} == {f"block's product {w} x {i}" for w, i in wide}
+    ends = {(w, i, rows) for w, i, rows in denoiser.seen if rows in (sequence.num_video, sequence.num_audio)}
+    counts = {"video": sequence.num_video, "audio": sequence.num_audio}
+    assert {(w, i, counts[stream]) for stream, w, i in end_products(transformer)} == ends
+    assert {name for name in done if "float32" in name} == {f"float32 product {w} x {i}" for w, i, _ in ends}
 
 
 def test_native_operations_are_for_stored_types_they_know(

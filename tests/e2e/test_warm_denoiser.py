@@ -16,11 +16,10 @@ from runtime.families.minimax_h3.family import MiniMaxH3
 from runtime.families.minimax_h3.model.job import JobInput
 from runtime.families.minimax_h3.model.warm_denoiser import (
     ITEMS,
-    activation_bytes,
     check_items,
     warm_denoiser,
 )
-from runtime.families.minimax_h3.products import block_products
+from runtime.families.minimax_h3.products import activation_bytes, block_products
 from runtime.ops.attention import attention
 from scripts.tiny_presets import preset
 from tests.fakes.products import Products

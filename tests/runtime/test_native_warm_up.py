@@ -11,7 +11,7 @@ import pytest
 from loader.errors import CapabilityError, RequestError
 from runtime.native_libraries import CREATE, create_handles
 from runtime.native_torch import NativeTorch
-from runtime.native_warm_up import chosen_items, warm_natively
+from runtime.native_warm_up import AUTO, ITEMS, chosen_items, named_items, warm_natively
 from runtime.nodes import WorkerStart
 from runtime.settings import Settings
 from runtime.timeline import Timeline
@@ -29,6 +29,15 @@ def failing(native: NativeTorch, items: Collection[str]) -> Iterator[str]:
     native.unary("no_such_operator", native.empty(2))
 
 
+def nothing(native: NativeTorch, items: Collection[str]) -> Iterator[str]:
+    return iter(())
+
+
+def wrong(native: NativeTorch, items: Collection[str]) -> Iterator[str]:
+    yield "first"
+    native.zero_(object())  # type: ignore[arg-type]
+
+
 def never() -> bool:
     return False
 
@@ -36,19 +45,26 @@ def never() -> bool:
 def test_each_operation_is_timed() -> None:
     facts = warm_natively(find_torch(), "cpu", ("operators",), three, never)
     assert list(facts["seconds"]) == ["first", "second", "third"]
-    assert facts["problems"] == []
+    assert (facts["is_complete"], facts["problems"]) == (True, [])
+
+
+def test_a_family_without_operations_is_not_warm() -> None:
+    """So the conditioner's warm-up is not left out for it."""
+    facts = warm_natively(find_torch(), "cpu", ("operators",), nothing, never)
+    assert (facts["is_complete"], facts["seconds"], facts["problems"]) == (False, {}, [])
 
 
 def test_it_stops_when_torch_is_ready() -> None:
     facts = warm_natively(find_torch(), "cpu", ("operators",), three, lambda: True)
     assert list(facts["seconds"]) == ["first"]
-    assert facts["problems"] == ["torch was ready after first"]
+    assert (facts["is_complete"], facts["problems"]) == (False, ["torch was ready after first"])
 
 
 @pytest.mark.parametrize(
     ("install", "operations", "problem"),
     [
         pytest.param(find_torch(), failing, "aoti_torch_call_dispatcher", id="operator"),
+        pytest.param(find_torch(), wrong, "argument 1", id="anything else"),
         pytest.param(TorchInstall("/nowhere", "1", has_bytecode=True), three, "libtorch", id="library"),
     ],
 )
@@ -56,14 +72,36 @@ def test_failures_are_noted_and_end_it(install: TorchInstall, operations: Any, p
     facts = warm_natively(install, "cpu", ("operators",), operations, never)
     (found,) = facts["problems"]
     assert problem in found
+    assert not facts["is_complete"]
 
 
 def test_items_are_named() -> None:
-    assert chosen_items("none") == chosen_items("") == ()
-    assert chosen_items("all") == ("libraries", "operators", "attention")
-    assert chosen_items("attention, libraries") == ("attention", "libraries")
+    assert named_items("none") == named_items("") == ()
+    assert named_items("all") == ITEMS
+    assert named_items("attention, libraries") == ("attention", "libraries")
     with pytest.raises(RequestError, match=r"native_warm_up: unknown item; found \['plan'\]"):
-        chosen_items("operators,plan")
+        named_items("operators,plan")
+
+
+@pytest.mark.parametrize(
+    ("setting", "version", "items", "problem"),
+    [
+        ("auto", "2.11.0+cu130", AUTO, ""),
+        ("auto", "2.11.0+cpu", (), "torch 2.11.0+cpu is not among"),
+        ("auto", "2.11.0+rocm7", (), "torch 2.11.0+rocm7 is not among"),
+        ("auto", "2.11.1+cu130", (), "tried with CUDA: 2.11.0"),
+        ("auto", "unknown", (), "torch unknown is not among"),
+        ("operators", "2.99.0+cu150", ("operators",), ""),  # whoever names items wants to try them
+        ("none", "2.11.0+cu130", (), ""),
+    ],
+)
+def test_auto_is_for_releases_that_were_tried(
+    setting: str, version: str, items: tuple[str, ...], problem: str
+) -> None:
+    found, reason = chosen_items(setting, version)
+    assert found == items
+    assert problem in reason
+    assert bool(reason) == bool(problem)
 
 
 def test_libraries_that_are_not_mapped_are_noted_not_opened() -> None:
@@ -97,6 +135,7 @@ def refuse(request: object, native: NativeTorch, items: Collection[str]) -> Iter
     [
         pytest.param("none", "cuda", object(), Preload(), id="off"),
         pytest.param("all", "cpu", object(), Preload(), id="cpu"),
+        pytest.param("auto", "cpu", object(), Preload(), id="cpu by default"),
         pytest.param("all", "cuda", None, Preload(), id="no request"),
         pytest.param("all", "cuda", object(), None, id="libraries not mapped ahead"),
     ],
@@ -118,3 +157,9 @@ def test_libraries_that_could_not_be_mapped_are_noted() -> None:
     preload = Preload()
     preload.problem = "no such file"
     assert noted("all", "cuda", object(), preload, refuse) == {"problems": ["no such file"]}
+
+
+def test_a_release_that_was_not_tried_is_noted() -> None:
+    """This torch is no CUDA build."""
+    (problem,) = noted("auto", "cuda", object(), Preload(), refuse)["problems"]
+    assert "is not among the releases" in problem

@@ -17,8 +17,14 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
+    def wait_imported(self) -> None:
+        self.calls.append("extensions")
+
     def join(self) -> None:
         self.calls.append("mapped")
+
+    def open_tokenizer(self) -> None:
+        self.calls.append("tokenizer")
 
     def parse(self, body: Any, resolve_image: Any) -> str:
         self.calls.append("parse")
@@ -33,12 +39,12 @@ def start_of(body: dict[str, object] | None) -> WorkerStart:
     return WorkerStart(Settings(bundle="x", device="cpu"), Timeline(), body, None, None)
 
 
-def test_the_request_waits_for_the_mapping_of_libraries() -> None:
-    """Preparing it imports extensions, each of which would wait for that with the interpreter's lock."""
+def test_the_request_waits_for_the_mapping_of_libraries_with_its_tokenizer_loaded() -> None:
+    """Preparing it imports other extensions, each of which would wait for that with the interpreter's lock."""
     start, recorder = start_of({}), Recorder()
     start.preload = recorder  # type: ignore[assignment]
     start.request({"family": recorder, "load": None})  # type: ignore[arg-type]
-    assert recorder.calls == ["mapped", "parse", "prepare"]
+    assert recorder.calls == ["extensions", "tokenizer", "mapped", "parse", "prepare"]
 
 
 def test_a_start_without_a_request_waits_for_nothing() -> None:

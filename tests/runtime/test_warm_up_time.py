@@ -36,6 +36,7 @@ class Family:
         self.items: list[tuple[str, ...]] = []
 
         self.attention = 0
+        self.conditioner = 0
 
     def warm_up_denoiser(self, prepared: Any, compute: Any, items: tuple[str, ...]) -> bool:
         self.items.append(items)
@@ -44,8 +45,13 @@ class Family:
     def warm_up(self, prepared: Any, compute: Any) -> None:
         self.attention += 1
 
+    def warm_up_conditioner(self, prepared: Any, compute: Any) -> None:
+        self.conditioner += 1
 
-def started(warm_up: str, ready: Iterable[str], device: str = "cuda") -> tuple[Family, Timeline]:
+
+def started(
+    warm_up: str, ready: Iterable[str], device: str = "cuda", is_warm_natively: bool = False
+) -> tuple[Family, Timeline]:
     """The family, with what it was asked for."""
     timeline, family = Timeline(), Family()
     start = WorkerStart(Settings(bundle="x", device="cpu", warm_up=warm_up), timeline, {}, None, None)
@@ -56,6 +62,8 @@ def started(warm_up: str, ready: Iterable[str], device: str = "cuda") -> tuple[F
     manifest = SimpleNamespace(groups=groups, orders={"t2va/a": ORDER})
     request = SimpleNamespace(order="t2va/a")
     results = {"manifest": manifest, "family": family, "request": request, "compute": compute}
+    start.is_warm_natively = is_warm_natively
+    start.warm_up_conditioner(results)  # type: ignore[arg-type]
     start.warm_up(results)  # type: ignore[arg-type]
     return family, timeline
 
@@ -86,9 +94,21 @@ def test_groups_behind_the_entry_do_not_count() -> None:
     assert started("all", ENTRY)[0].items == [()]
 
 
+@pytest.mark.parametrize(
+    ("is_warm_natively", "num_ready", "runs"),
+    [(False, 0, 1), (False, 10, 1), (True, 0, 1), (True, 7, 1), (True, 8, 0), (True, 10, 0)],
+)
+def test_the_conditioner_is_not_warmed_twice_before_weights_that_are_there(
+    is_warm_natively: bool, num_ready: int, runs: int
+) -> None:
+    family, timeline = started("all", ENTRY[:num_ready], is_warm_natively=is_warm_natively)
+    assert family.conditioner == runs
+    assert ("conditioner_warm_up" in timeline.facts) == (not runs)
+
+
 def test_cpu_has_nothing_to_warm() -> None:
     family, _ = started("all", (), device="cpu")
-    assert (family.items, family.attention) == ([], 0)
+    assert (family.items, family.attention, family.conditioner) == ([], 0, 0)
 
 
 def test_setting_names_items() -> None:

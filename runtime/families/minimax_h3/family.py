@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,6 +53,11 @@ class MiniMaxH3:
 
     def parse(self, body: Mapping[str, object], resolve_image: ImageResolver | None = None) -> H3Request:
         return parse_request(body, self.capabilities, resolve_image=resolve_image)
+
+    def open_tokenizer(self) -> None:
+        """See `runtime.family.Family`. An unreadable one is reported by `prepare`."""
+        with contextlib.suppress(ArtifactError, ImportError):
+            self._load_tokenizer()
 
     def prepare(self, request: H3Request) -> Prepared:
         """Tokens, keyframes on the canvas, packed layout. Raises: RequestError (prompt too long)."""
@@ -112,8 +118,7 @@ class MiniMaxH3:
 
         if self._manifest.model["dtype"] != "BF16":
             return iter(())
-        sequence = prepared.parts["sequence"]
-        return operations(native, items, self.capabilities.config, sequence.num_text, sequence.num_rows)
+        return operations(native, items, self.capabilities.config, prepared.parts["sequence"])
 
     def warm_up_libraries(self, prepared: Prepared, device: str) -> None:
         from loader.torch_api import torch_dtype

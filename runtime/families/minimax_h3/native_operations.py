@@ -1,7 +1,12 @@
-"""The operators of a request's conditioner and refiner, each once, through torch's C interface. No torch.
+"""The operators of a waiting request, each once, through torch's C interface. No torch.
 
 Kernels are loaded to the device on their first launch, by operator and type, products by shape, so types and shapes are
-those of `model.conditioner` and `model.refiner`; values are undefined and nothing is kept.
+those of `model.conditioner`, `model.refiner` and `model.transformer`; values are undefined and nothing is kept. Every operand is a
+view of one piece of memory.
+
+    operators   the conditioner's and the refiner's
+    step        products of one evaluation: the float32 ones at both ends, then a block's
+    attention   cuDNN's plan for the denoiser
 """
 
 from __future__ import annotations
@@ -9,38 +14,46 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from runtime.families.minimax_h3.config import H3Config, TextConfig
-from runtime.families.minimax_h3.products import largest, refiner_products, text_products
-from runtime.native_torch import NativeTorch
+from runtime.families.minimax_h3.packing import PackedSequence
+from runtime.families.minimax_h3.products import (
+    activation_bytes,
+    block_products,
+    end_products,
+    largest,
+    refiner_products,
+    text_products,
+)
+from runtime.native_torch import Handle, NativeTorch
+
+_BF16 = 2  # bytes
 
 
 def operations(
-    native: NativeTorch, items: Collection[str], config: H3Config, num_text: int, num_rows: int
+    native: NativeTorch, items: Collection[str], config: H3Config, sequence: PackedSequence
 ) -> Iterator[str]:
-    """See `runtime.native_warm_up.Operations`.
-
-    Args:
-        num_text: N, rows of the conditioner. num_rows: S, rows of the denoiser.
-    """
+    """See `runtime.native_warm_up.Operations`. What the conditioner needs comes first: it is needed first."""
     if "operators" in items:
-        yield from _products(native, config, num_text)
-        yield from _attention(native, config, num_text)
+        yield from _products(native, config, sequence.num_text)
+        yield from _attention(native, config, sequence.num_text)
+        yield from _elementwise(native, config.text, sequence.num_text)
     if "attention" in items:
         transformer = config.transformer
         H, K = transformer.num_attention_heads, transformer.attention_head_dim
-        fused = native.empty(num_rows, 3 * H * K)
+        fused = native.empty(sequence.num_rows, 3 * H * K)
         native.zero_(fused)
-        q, k, v = (native.heads(fused, num_rows, H, K, offset=part * H * K) for part in range(3))
+        q, k, v = (native.heads(fused, sequence.num_rows, H, K, offset=part * H * K) for part in range(3))
         native.cudnn_attention(q, k, v)
         yield "attention plan"
-    if "operators" in items:  # last: of these functions an older torch may lack one, which ends the warm-up
-        yield from _elementwise(native, config.text, num_text)
+    if "step" in items:
+        yield from _step(native, config, sequence)
 
 
 def _elementwise(native: NativeTorch, text: TextConfig, rows: int) -> Iterator[str]:
     """Norms, rotation and gate of a text layer."""
     D, K = text.hidden_size, text.head_dim
-    x, wide, weight = native.empty(rows, D), native.empty(rows, D, dtype="float32"), native.empty(D)
+    x, wide = native.empty(rows + 1, D), native.empty(rows, D, dtype="float32")
     native.zero_(x)
+    x, weight = native.view(x, rows, D), native.view(x, D)
     yield "memory and fill"
     native.copy_(wide, x)
     scale = native.add_number(native.view(native.power(wide, 2.0), rows, 1), 1e-6)
@@ -48,8 +61,7 @@ def _elementwise(native: NativeTorch, text: TextConfig, rows: int) -> Iterator[s
     native.copy_(x, native.multiply(wide, native.unary("rsqrt", scale)))
     native.multiply(weight, x)
     yield "norm"
-    angles = native.empty(rows, K // 2, dtype="float32")
-    native.zero_(angles)
+    angles = native.view(wide, rows, K // 2)
     table = native.empty(rows, 1, K // 2)
     for name in ("cos", "sin"):
         native.copy_(native.view(table, rows, K // 2), native.unary(name, angles))
@@ -67,19 +79,32 @@ def _elementwise(native: NativeTorch, text: TextConfig, rows: int) -> Iterator[s
 
 
 def _products(native: NativeTorch, config: H3Config, rows: int) -> Iterator[str]:
-    """Matrix products of both; the weights are one piece of memory."""
+    """Matrix products of both; weights and operands are one piece of memory."""
     (D, T), *blocks = refiner_products(config.transformer)
     shapes = [*text_products(config.text), *blocks]
-    memory = native.empty(largest([(D, T), *shapes]))
+    inner_most = max(T, *(inner for _, inner in shapes))
+    memory = native.empty(max(largest([(D, T), *shapes]), rows * inner_most, D))
     native.zero_(memory)
-    for width, inner in shapes:
-        x = native.empty(rows, inner)
-        native.zero_(x)
-        native.linear(x, native.view(memory, width, inner))
-        yield f"product {width} x {inner}"
-    out, x, bias = native.empty(rows, D), native.empty(rows, T), native.empty(D)
-    native.add_product(out, bias, x, native.transposed(native.view(memory, D, T), D, T))
+    for shape in shapes:
+        yield _product(native, memory, rows, *shape)
+    _with_bias(native, memory, rows, D, T)
     yield "refiner's input"
+
+
+def _product(native: NativeTorch, memory: Handle, rows: int, width: int, inner: int) -> str:
+    """One without a bias; its name."""
+    with native.scratch():
+        native.linear(native.view(memory, rows, inner), native.view(memory, width, inner))
+    return f"product {width} x {inner}"
+
+
+def _with_bias(
+    native: NativeTorch, memory: Handle, rows: int, width: int, inner: int, dtype: str = "bfloat16"
+) -> None:
+    with native.scratch():
+        weight = native.transposed(native.view(memory, width, inner), width, inner)
+        out = native.empty(rows, width, dtype=dtype)
+        native.add_product(out, native.view(memory, width), native.view(memory, rows, inner), weight)
 
 
 def _attention(native: NativeTorch, config: H3Config, rows: int) -> Iterator[str]:
@@ -90,7 +115,6 @@ def _attention(native: NativeTorch, config: H3Config, rows: int) -> Iterator[str
         ("refiner", H, H, transformer.attention_head_dim, False),
     ):
         fused = native.empty(rows, (heads + 2 * groups) * K)
-        native.zero_(fused)
         offsets = (0, heads * K, (heads + groups) * K)
         counts = (heads, groups, groups)
         q, k, v = (
@@ -98,3 +122,27 @@ def _attention(native: NativeTorch, config: H3Config, rows: int) -> Iterator[str
         )
         native.flash_attention(q, k, v, causal)
         yield f"{name} attention"
+
+
+def _step(native: NativeTorch, config: H3Config, sequence: PackedSequence) -> Iterator[str]:
+    """The device memory of one evaluation, taken in one piece and left to torch's allocator; then products out of it."""
+    transformer = config.transformer
+    with native.scratch():
+        native.empty(activation_bytes(transformer, sequence.num_rows, _BF16) // _BF16)
+    yield "memory of a step"
+    counts = {"video": sequence.num_condition + sequence.num_video, "audio": sequence.num_audio}
+    shapes = [(counts[stream], *shape) for stream, *shape in end_products(transformer)]
+    with native.scratch():
+        most = max(max(width * inner, rows * inner, width) for rows, width, inner in shapes)
+        memory = native.empty(most, dtype="float32")
+        native.zero_(memory)
+        for rows, width, inner in shapes:
+            if rows:
+                _with_bias(native, memory, rows, width, inner, "float32")
+                yield f"float32 product {width} x {inner}"
+    with native.scratch():
+        blocks, rows = block_products(transformer), sequence.num_rows
+        memory = native.empty(max(largest(blocks), rows * max(inner for _, inner in blocks)))
+        native.zero_(memory)
+        for shape in blocks:
+            yield f"block's {_product(native, memory, rows, *shape)}"

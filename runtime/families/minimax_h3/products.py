@@ -1,4 +1,4 @@
-"""Shapes of the matrix products that a request runs, as (rows, columns) of the matrices. No torch."""
+"""Shapes of the matrix products that a request runs, as (rows, columns) of the matrices, and their memory. No torch."""
 
 from __future__ import annotations
 
@@ -26,6 +26,17 @@ def refiner_products(transformer: TransformerConfig) -> tuple[Shape, ...]:
     """Of the refiner: context_embedder, which alone has a bias, and its blocks."""
     blocks = block_products(transformer) if transformer.num_refiner_layers else ()
     return (transformer.hidden_size, transformer.text_dim), *blocks
+
+
+def end_products(transformer: TransformerConfig) -> tuple[tuple[str, int, int], ...]:
+    """The float32 ones before the first block and after the last, all with a bias: rows' modality, then the shape."""
+    D, V, A = transformer.hidden_size, transformer.video_row_dim, transformer.audio_in_channels
+    return ("video", D, V), ("audio", D, A), ("video", V, D), ("audio", A, D)
+
+
+def activation_bytes(transformer: TransformerConfig, rows: int, itemsize: int) -> int:
+    """Most that a block holds at once: around the feed-forward, its two buffers and four of the hidden width."""
+    return rows * itemsize * (3 * transformer.ffn_dim + 4 * transformer.hidden_size)
 
 
 def largest(shapes: Sequence[Shape]) -> int:

@@ -19,12 +19,11 @@ from loader.errors import RequestError
 from loader.manifest import Manifest
 from loader.torch_api import torch_dtype
 from runtime.compute import Compute
-from runtime.families.minimax_h3.config import TransformerConfig
 from runtime.families.minimax_h3.model.adaln import ModulationTables
 from runtime.families.minimax_h3.model.job import JobInput
 from runtime.families.minimax_h3.model.parts import one_rank
 from runtime.families.minimax_h3.model.warm_up import ZeroWeights
-from runtime.families.minimax_h3.products import block_products
+from runtime.families.minimax_h3.products import activation_bytes, block_products
 from runtime.parallel.prepared import whole_weights
 from runtime.samplers import euler_step
 
@@ -55,11 +54,6 @@ def warm_denoiser(given: JobInput, manifest: Manifest, compute: Compute, items: 
             functional.linear(torch.zeros(rows, inner, dtype=dtype, device=device), weight)
     if "step" in items:
         _step_on_zeros(given, manifest, compute, dtype)
-
-
-def activation_bytes(config: TransformerConfig, rows: int, itemsize: int) -> int:
-    """Most that a block holds at once: around the feed-forward, its two buffers and four of the hidden width."""
-    return rows * itemsize * (3 * config.ffn_dim + 4 * config.hidden_size)
 
 
 def _step_on_zeros(given: JobInput, manifest: Manifest, compute: Compute, dtype: torch.dtype) -> None:
