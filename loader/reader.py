@@ -446,7 +446,8 @@ class Reader:
                     self.reopen(file)
                 continue
             if count == 0:
-                raise Failure(WHY_SHORT, 0, file, offset + done, len(target) - done)
+                end = min(offset + done, os.fstat(self.fds[file]).st_size)  # it may be far before this part
+                raise Failure(WHY_SHORT, 0, file, end, offset + len(target) - end)
             done += count
 
     def pause(self, seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import shutil
 import threading
@@ -110,6 +111,23 @@ def test_passing_trouble_is_invisible(rung: Rung, prepared: Prepared, manifest: 
     assert len(retries) == spec.count("errno@") + (spec == "errno@2:2:EIO")
 
 
+@pytest.mark.parametrize("name", ["U", "B"])
+def test_slow_storage_gets_more_threads_than_there_are_slots(
+    prepared: Prepared, manifest: Manifest, name: str
+) -> None:
+    """Every chunk takes 0.6 s; then more threads are wanted and are there, whatever they find to do."""
+    rung = Rung(name)
+    plan = plan_load(manifest, SMALL_ORDER, chunk_bytes=4096)
+    slots = len(plan.chunks) - 1
+    slow = ",".join(f"stall@{chunk}:0.6" for chunk in range(len(plan.chunks)))
+    with rung.start(plan, prepared.directory, storage_fault=slow, ring_bytes=slots * 4096) as stream:
+        assert rung.contents(stream) == expected(prepared, manifest)
+        (grown,) = [mark.name for mark in stream.marks() if mark.name.startswith("storage is slow")]
+        count = int(grown.removeprefix("storage is slow: ").split()[0])
+        assert slots < count <= 4 * len(plan.chunks)
+    rung.finish()
+
+
 @pytest.mark.parametrize(
     ("spec", "kind", "texts"),
     [
@@ -130,6 +148,19 @@ def test_read_failures(
     error = failure(rung.start(plan, prepared.directory, storage_fault=spec))
     assert type(error) is kind
     assert all(text in str(error) for text in texts)
+
+
+def test_truncated_file_is_named_with_its_end(rung: Rung, broken: Path, manifest: Manifest) -> None:
+    """Not with the place that some thread was to read when it noticed."""
+    tensor, path = manifest.tensors["dit/blocks.0.i"], broken / "weights/dit-0.safetensors"
+    end = (manifest.files[tensor.file].data_start or 0) + tensor.offset + 5
+    plan = plan_load(manifest, SMALL_ORDER, chunk_bytes=4096, hold="dit/blocks.1")
+    with rung.start(plan, broken) as stream:
+        stream.wait("dit/blocks.0")
+        os.truncate(path, end)
+        stream.release()
+        with pytest.raises(ArtifactError, match=f"dit/blocks.0.i.*end at byte {end};"):
+            stream.wait_all()
 
 
 @pytest.mark.parametrize("name", CHILD_RUNGS)
