@@ -348,9 +348,16 @@ class Reader:
         self._hire(min(plan.threads, self.left * _PARTS_OF_A_CHUNK))
 
     def _hire(self, count: int) -> None:
+        """Start threads that read, or as many as the system grants. Raises: RuntimeError: not even one."""
         self.num_workers += count
-        for _ in range(count):
-            self._start(self.work)
+        for started in range(count):
+            try:
+                self._start(self.work)
+            except RuntimeError:
+                self.num_workers -= count - started
+                if not self.num_workers:
+                    raise
+                return
 
     def _start(self, target: Callable[..., None], *arguments: object) -> None:
         thread = threading.Thread(target=self._guard, args=(target, *arguments), daemon=True)

@@ -6,8 +6,10 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from loader.options import StreamOptions
 from loader.reader_link import ChildReader, spawn_reader
 from loader.stream import WeightStream, start
 from tests.loader.prepared import SMALL_ORDER, Prepared
+from tests.loader.rungs import raw_bytes
 
 READER = Path(wire.__file__)
 ALLOWED = {"os", "sys", "mmap", "threading", "struct", "array", "errno", "time", "signal", "ctypes"}
@@ -91,6 +94,47 @@ def test_throttle_holds_within_two_percent_over_any_half_second(
 
 def test_throttle_pieces_are_a_small_part_of_half_a_second() -> None:
     assert all(wire.Throttle(rate).piece <= max(65536, rate * 0.5 * 0.01) for rate in (1e6, 1e9, 1e11))
+
+
+class FewThreads:
+    """The module, where only `most` threads are granted, as below a limit of a container's processes."""
+
+    Lock, Condition = threading.Lock, threading.Condition
+
+    def __init__(self, most: int) -> None:
+        self.left = most
+
+    def Thread(self, **arguments: Any) -> threading.Thread:
+        self.left -= 1
+        return threading.Thread(**arguments) if self.left >= 0 else RefusedThread()
+
+
+class RefusedThread(threading.Thread):
+    def start(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("most", [2, 3, 5])
+def test_reader_makes_do_with_the_threads_that_it_gets(
+    prepared: Prepared, manifest: Manifest, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(wire, "threading", FewThreads(most))
+    options = StreamOptions(reader="threads", threads=8)
+    with start(plan_load(manifest, SMALL_ORDER), prepared.directory, options=options) as stream:
+        for name in stream.state_dict():
+            assert raw_bytes(stream.tensor(name)) == prepared.content[name]
+
+
+def test_a_reader_without_a_thread_says_so(
+    prepared: Prepared, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "threading", FewThreads(1))  # nobody but the one that hands out
+    options = StreamOptions(reader="threads", threads=8)
+    with (
+        start(plan_load(manifest, SMALL_ORDER), prepared.directory, options=options) as stream,
+        pytest.raises(WorkerError, match="can't start new thread"),
+    ):
+        stream.wait_all()
 
 
 PARENT = """
