@@ -140,8 +140,12 @@ class Family(Protocol):
         """Validated request. Raises: RequestError naming the field."""
         ...
 
-    def open_tokenizer(self) -> None:
-        """What of `prepare` is the same for every request, takes long and imports nothing but its own library."""
+    def spawn_tokenizer(self) -> None:
+        """Have a process load what the next `prepare` needs: it would keep the interpreter lock here. Or do nothing."""
+        ...
+
+    def stop_tokenizer(self) -> None:
+        """End that process, if there is one."""
         ...
 
     def prepare(self, request: Any) -> Prepared:

@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from runtime.weights import WeightSet
 
 _LOADING_MODULES = ("loader.manifest", "loader.stream", "runtime.family", "runtime.weights")
-_REQUEST_EXTENSIONS = ("tokenizers",)
-"""Imported between two of torch's libraries, so that a request's tokenizer is loaded while the rest is being mapped: that holds
-the interpreter lock for 0.2 s, which the import of torch wants afterwards and nobody before."""
 
 
 def start_engine(
@@ -125,7 +122,7 @@ class WorkerStart:
         if self.settings.torch_trims == "all":
             from runtime.torch_preload import start_preload
 
-            self.preload = start_preload(extensions=() if self.body is None else _REQUEST_EXTENSIONS)
+            self.preload = start_preload()
 
     def spawn_processes(self) -> None:
         """The uploader for a GPU, which reads as well, or a reader, unless a rung of the loader is forced that has neither."""
@@ -176,8 +173,6 @@ class WorkerStart:
         self.weights.ensure(manifest.orders[order])
         entry = _entry_bytes(manifest, manifest.orders[order])
         self.timeline.note(order=order, device=self.device, entry_bytes=entry)
-        if self.preload is not None:
-            self.preload.allow_extensions()
         return self.weights
 
     def start_stream(self, manifest: Manifest, groups: Sequence[str]) -> WeightStream:
@@ -222,18 +217,20 @@ class WorkerStart:
         """
         self.stop_loading()
         if self.preload is not None:
-            self.preload.allow_extensions()
             self.preload.join()
 
     def request(self, results: Results) -> Prepared | None:
         if self.body is None:
             return None
         family = results["family"]
-        if self.preload is not None:
-            self.preload.wait_imported()
-            family.open_tokenizer()
-            self.preload.join()  # what follows imports extensions: see `import_loading`
-        prepared: Prepared = family.prepare(family.parse(self.body, self.resolve_image))
+        if self.device == "cuda":
+            family.spawn_tokenizer()
+        try:
+            if self.preload is not None:
+                self.preload.join()  # what follows imports extensions: see `import_loading`
+            prepared: Prepared = family.prepare(family.parse(self.body, self.resolve_image))
+        finally:
+            family.stop_tokenizer()
         for tensor, rows in prepared.rows.items():
             results["load"].fetch_rows(tensor, rows)
         return prepared

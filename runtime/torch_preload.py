@@ -26,9 +26,6 @@ from loader.errors import CapabilityError
 
 # ruff: noqa: PTH110, PTH118, PTH120, PTH123 (pathlib is not imported on the cold path)
 
-_SMALL_AND_FIRST = ("libtorch_global_deps.so", "libtorch_cpu.so")
-"""Mapped in less time than a start takes until it reads; what is left takes as long again, or three times with CUDA."""
-
 _EARLY_MODULES = (
     "argparse", "ast", "concurrent.futures", "copy", "dataclasses", "difflib", "inspect", "logging", "pathlib",
     "platform", "pprint", "pstats", "queue", "string", "textwrap", "timeit", "traceback", "typing", "unittest",
@@ -76,64 +73,33 @@ def find_torch() -> TorchInstall:
 
 
 class Preload:
-    """Shared libraries of torch being mapped on a thread.
+    """Shared libraries of torch being mapped on a thread."""
 
-    Args:
-        extensions: modules to import on that thread before the last large library, once `allow_extensions` was called: while one is
-            being mapped, nobody can import an extension. Those that are not there are left out.
-    """
-
-    def __init__(self, paths: Sequence[str], extensions: Sequence[str] = ()) -> None:
+    def __init__(self, paths: Sequence[str]) -> None:
         self.paths = paths
         self.seconds: float | None = None
         self.problem = ""
-        self._extensions = extensions
-        self._allowed, self._imported = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="preload", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         start_ns = time.monotonic_ns()
         try:
-            self._map()
-        finally:
-            self._imported.set()
-        self.seconds = (time.monotonic_ns() - start_ns) / 1e9
-
-    def _map(self) -> None:
-        try:
             dlopen, dlerror = _loader_functions()
         except AttributeError as cause:
             self.problem = f"this C library has no dlopen: {cause}"
             return
         for path in self.paths:
-            if not path.endswith(_SMALL_AND_FIRST):
-                self._import_extensions()
             is_global = path.endswith("libtorch_global_deps.so")  # torch opens this one so, too
             if not dlopen(os.fsencode(path), os.RTLD_NOW | (os.RTLD_GLOBAL if is_global else os.RTLD_LOCAL)):
                 reason = dlerror()  # torch itself has more ways to find its libraries
                 self.problem = (reason or b"unknown").decode(errors="replace")
-                return
-
-    def _import_extensions(self) -> None:
-        if self._extensions and not self._imported.is_set():
-            self._allowed.wait()
-            for name in self._extensions:
-                with contextlib.suppress(ImportError):  # whoever needs it will report it
-                    importlib.import_module(name)
-        self._imported.set()
-
-    def allow_extensions(self) -> None:
-        """What must not share the interpreter lock with an import is done; call it in any case, or mapping never ends."""
-        self._allowed.set()
+                break
+        self.seconds = (time.monotonic_ns() - start_ns) / 1e9
 
     @property
     def is_running(self) -> bool:
         return self._thread.is_alive()
-
-    def wait_imported(self) -> None:
-        """Wait for the extensions alone."""
-        self._imported.wait()
 
     def join(self) -> None:
         """Wait until all is mapped, or one failed."""
@@ -150,17 +116,15 @@ def _loader_functions() -> tuple[Callable[[bytes, int], int | None], Callable[[]
     return library.dlopen, library.dlerror
 
 
-def start_preload(install: TorchInstall | None = None, extensions: Sequence[str] = ()) -> Preload:
+def start_preload(install: TorchInstall | None = None) -> Preload:
     """Begin to map torch's libraries in the order in which torch opens them; what is absent is left out.
 
-    Args:
-        extensions: see `Preload`.
     Libraries that contain Python bindings are not touched: their initialisation needs the interpreter lock.
     """
     directory = (install or find_torch()).directory
     names = ("libtorch_global_deps.so", "libtorch_cpu.so", "libtorch_cuda.so", "libtorch.so")
     paths = [os.path.join(directory, "lib", name) for name in names]
-    return Preload([path for path in paths if os.path.exists(path)], extensions)
+    return Preload([path for path in paths if os.path.exists(path)])
 
 
 def let_openmp_sleep() -> None:

@@ -103,8 +103,11 @@ class FamilyOnRanks:
     def parse(self, body: Mapping[str, object], resolve_image: ImageResolver | None = None) -> _Parsed:
         return _Parsed(self._family.parse(body, resolve_image), body)
 
-    def open_tokenizer(self) -> None:
-        self._family.open_tokenizer()
+    def spawn_tokenizer(self) -> None:
+        self._family.spawn_tokenizer()
+
+    def stop_tokenizer(self) -> None:
+        self._family.stop_tokenizer()
 
     def prepare(self, request: _Parsed) -> RankPrepared:
         prepared: Prepared = self._family.prepare(request.request)

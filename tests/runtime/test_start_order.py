@@ -5,6 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from loader.errors import RequestError
 from runtime.nodes import WorkerStart
 from runtime.settings import Settings
 from runtime.startup import Node
@@ -17,14 +20,14 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def wait_imported(self) -> None:
-        self.calls.append("extensions")
-
     def join(self) -> None:
         self.calls.append("mapped")
 
-    def open_tokenizer(self) -> None:
-        self.calls.append("tokenizer")
+    def spawn_tokenizer(self) -> None:
+        self.calls.append("spawn tokenizer")
+
+    def stop_tokenizer(self) -> None:
+        self.calls.append("stop tokenizer")
 
     def parse(self, body: Any, resolve_image: Any) -> str:
         self.calls.append("parse")
@@ -39,12 +42,26 @@ def start_of(body: dict[str, object] | None) -> WorkerStart:
     return WorkerStart(Settings(bundle="x", device="cpu"), Timeline(), body, None, None)
 
 
-def test_the_request_waits_for_the_mapping_of_libraries_with_its_tokenizer_loaded() -> None:
-    """Preparing it imports other extensions, each of which would wait for that with the interpreter's lock."""
+@pytest.mark.parametrize(("device", "spawned"), [("cuda", ["spawn tokenizer"]), ("cpu", [])])
+def test_the_request_waits_for_the_mapping_of_libraries(device: str, spawned: list[str]) -> None:
+    """Preparing it imports extensions, each of which would wait for that with the interpreter's lock."""
     start, recorder = start_of({}), Recorder()
-    start.preload = recorder  # type: ignore[assignment]
+    start.device, start.preload = device, recorder  # type: ignore[assignment]
     start.request({"family": recorder, "load": None})  # type: ignore[arg-type]
-    assert recorder.calls == ["extensions", "tokenizer", "mapped", "parse", "prepare"]
+    assert recorder.calls == [*spawned, "mapped", "parse", "prepare", "stop tokenizer"]
+
+
+def test_no_process_is_left_by_a_request_that_is_refused() -> None:
+    start, recorder = start_of({}), Recorder()
+    start.device, start.preload = "cuda", recorder  # type: ignore[assignment]
+    recorder.parse = refuse  # type: ignore[method-assign]
+    with pytest.raises(RequestError, match="prompt"):
+        start.request({"family": recorder, "load": None})  # type: ignore[arg-type]
+    assert recorder.calls == ["spawn tokenizer", "mapped", "stop tokenizer"]
+
+
+def refuse(body: object, resolve_image: object) -> str:
+    raise RequestError("missing", where="prompt")
 
 
 def test_a_start_without_a_request_waits_for_nothing() -> None:

@@ -277,37 +277,6 @@ print(json.dumps([record.facts(), torch.ones(2).sum().item()]))
     assert total == 2.0
 
 
-def test_extensions_are_imported_between_libraries_once_they_may_be() -> None:
-    """One that is not there ends nothing."""
-    code = """
-import json, sys
-from runtime.torch_preload import start_preload
-preload = start_preload(extensions=("no_such_module", "tokenizers"))
-before = [preload.is_running, "tokenizers" in sys.modules]
-preload.allow_extensions()
-preload.wait_imported()
-found = "tokenizers" in sys.modules
-preload.join()
-print(json.dumps([before, found, preload.problem, preload.seconds > 0, "torch" in sys.modules]))
-"""
-    assert run(code) == [[True, False], True, "", True, False]
-
-
-def test_nobody_waits_for_extensions_where_mapping_fails(tmp_path: Path) -> None:
-    broken = tmp_path / "lib" / "libtorch_cpu.so"
-    broken.parent.mkdir()
-    broken.write_bytes(b"not a library")
-    code = """
-import json, sys
-from runtime.torch_preload import TorchInstall, start_preload
-preload = start_preload(TorchInstall(sys.argv[1], "0", True), extensions=("tokenizers",))
-preload.wait_imported()
-preload.join()
-print(json.dumps(["tokenizers" in sys.modules, "libtorch_cpu.so" in preload.problem]))
-"""
-    assert run(code, str(tmp_path)) == [False, True]
-
-
 # ---- the parts that need no fresh torch
 
 

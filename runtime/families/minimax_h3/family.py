@@ -14,7 +14,7 @@ from runtime.families.minimax_h3.keyframes import fit_keyframes
 from runtime.families.minimax_h3.order import Task, default_order
 from runtime.families.minimax_h3.packing import pack
 from runtime.families.minimax_h3.request import H3Request, parse_request
-from runtime.families.minimax_h3.tokens import build_token_stream
+from runtime.families.minimax_h3.tokens import TokenStream, build_token_stream
 from runtime.family import ImageResolver, MediaPlan, Prepared
 from runtime.parallel.prepared import whole_weights
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from runtime.compute import Compute
     from runtime.families.minimax_h3.model.job import JobInput
     from runtime.families.minimax_h3.model.warm_up import MakeJob
+    from runtime.families.minimax_h3.token_process import TokenProcess
     from runtime.family import Job
     from runtime.native_torch import NativeTorch
     from runtime.parallel.connect import Connection
@@ -49,15 +50,24 @@ class MiniMaxH3:
         self._manifest = manifest
         self._directory = directory
         self._tokenizer: Tokenizer | None = None
+        self._token_process: TokenProcess | None = None
         self._default_order = default_order(manifest, task, schedule)
 
     def parse(self, body: Mapping[str, object], resolve_image: ImageResolver | None = None) -> H3Request:
         return parse_request(body, self.capabilities, resolve_image=resolve_image)
 
-    def open_tokenizer(self) -> None:
-        """See `runtime.family.Family`. An unreadable one is reported by `prepare`."""
-        with contextlib.suppress(ArtifactError, ImportError):
-            self._load_tokenizer()
+    def spawn_tokenizer(self) -> None:
+        """See `runtime.family.Family`."""
+        from runtime.families.minimax_h3.token_process import TokenProcess
+
+        self.stop_tokenizer()
+        with contextlib.suppress(OSError):
+            self._token_process = TokenProcess(self._directory / TOKENIZER)
+
+    def stop_tokenizer(self) -> None:
+        process, self._token_process = self._token_process, None
+        if process is not None:
+            process.close()
 
     def prepare(self, request: H3Request) -> Prepared:
         """Tokens, keyframes on the canvas, packed layout. Raises: RequestError (prompt too long)."""
@@ -68,7 +78,7 @@ class MiniMaxH3:
             request.keyframes, request.width, request.height, crop_anchor=request.anchor_fit == "cover_crop"
         )
         canvas = (request.width, request.height)
-        tokens = build_token_stream(config, self._load_tokenizer(), request.prompt, [canvas] * len(fitted))
+        tokens = self._tokens(request.prompt, [canvas] * len(fitted))
         sequence = pack(
             config,
             tokens.tags,
@@ -93,6 +103,13 @@ class MiniMaxH3:
                 "condition_index": record.condition_index if request.task == "fl2va" else None,
             },
         )
+
+    def _tokens(self, prompt: str, keyframe_sizes: Sequence[tuple[int, int]]) -> TokenStream:
+        """Of the process that was spawned for it, or made here."""
+        config, process = self.capabilities.config, self._token_process
+        stream = None if process is None else process.stream(config, prompt, keyframe_sizes)
+        self.stop_tokenizer()
+        return stream or build_token_stream(config, self._load_tokenizer(), prompt, keyframe_sizes)
 
     def import_models(self) -> None:
         """Import the numerical modules (and torch, if nobody has)."""
