@@ -24,7 +24,7 @@ from runtime.nodes import WorkerStart
 from runtime.settings import Settings
 from runtime.startup import MAIN, Graph, Node, Results
 from runtime.timeline import Timeline
-from runtime.torch_preload import start_preload
+from runtime.torch_preload import let_openmp_sleep, start_preload
 
 _GRAPH = (
     "torch", "torch check", "engine", "models", "kernels", "compute", "native warm-up", "library warm-up", "conditioner warm-up",
@@ -122,6 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         native_warm_up=args.native,
         torch_trims="all",
     )
+    if args.device == "cuda":
+        let_openmp_sleep()
     context = threading.Thread(target=retain_context, args=(args.device,))
     context.start()
     start = BenchStart(settings, Timeline(), lambda: prefer_library(args.blas), has_weights=not args.early)
@@ -140,10 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def retain_context(device: str) -> None:
     """As the loader does, before torch is there."""
     if device == "cuda":
-        from cuda.bindings import driver
+        from loader.cuda_library import CudaLibrary
 
-        driver.cuInit(0)
-        driver.cuDevicePrimaryCtxRetain(0)
+        CudaLibrary().retain_context(0)
 
 
 def prefer_library(name: str) -> None:
@@ -255,7 +256,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parts", action="store_true", help="one by one instead of as the graph does")
     parser.add_argument("--serial", action="store_true", help="all warm-ups on the main thread")
     parser.add_argument("--without", action="append", default=[], help="leave a node out; repeatable")
-    parser.add_argument("--native", default="none", help="setting native_warm_up")
+    parser.add_argument("--native", default="auto", help="setting native_warm_up")
     parser.add_argument("--warm-up", default="all", help="setting warm_up")
     parser.add_argument("--early", action="store_true", help="no weights are there yet")
     parser.add_argument("--switch-s", type=float, default=0.0, help="interval of the interpreter's switches")

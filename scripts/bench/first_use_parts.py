@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from runtime.families.minimax_h3.products import refiner_products, text_products
+from runtime.families.minimax_h3.products import block_products, end_products, refiner_products, text_products
 
 if TYPE_CHECKING:
     from runtime.nodes import WorkerStart
@@ -120,8 +120,22 @@ def _products(results: dict[str, Any], device: str) -> Iterator[Part]:
     given = torch.zeros(rows, T, dtype=torch.bfloat16, device=device)
     bias = torch.zeros(D, dtype=torch.bfloat16, device=device)
     yield "product with bias", partial(functional.linear, given, weight, bias)
-    single = torch.zeros(D, 96, device=device)
-    yield "product float32", partial(functional.linear, single[:rows], single)
+    yield from _step_products(results, device)
+
+
+def _step_products(results: dict[str, Any], device: str) -> Iterator[Part]:
+    """Of one evaluation: float32 ones of both ends at their own rows, then a block's."""
+    config, sequence = results["family"].capabilities.config, results["request"].parts["sequence"]
+    counts = {"video": sequence.num_video, "audio": sequence.num_audio}
+    for stream, width, inner in end_products(config.transformer):
+        weight, bias = torch.zeros(width, inner, device=device), torch.zeros(width, device=device)
+        given = torch.zeros(counts[stream], inner, device=device)
+        yield f"float32 product {width} x {inner}", partial(functional.linear, given, weight, bias)
+    for width, inner in block_products(config.transformer):
+        weight = torch.zeros(width, inner, dtype=torch.bfloat16, device=device)
+        given = torch.zeros(sequence.num_rows, inner, dtype=torch.bfloat16, device=device)
+        for again in ("", " again"):
+            yield f"block's product {width} x {inner}{again}", partial(functional.linear, given, weight)
 
 
 def _attention(results: dict[str, Any], device: str) -> Iterator[Part]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from loader.manifest import read_manifest
 from runtime.native_warm_up import ITEMS
-from scripts.bench.first_use import main, summary
+from scripts.bench.first_use import main, measure, summary
 from scripts.bench.full_size import write_full_size
 from scripts.bench.weightless import write_weightless
 
@@ -17,9 +18,9 @@ TINY = ["--device", "cpu", "--preset", "test", "--size", "64x64", "--num-frames"
 
 
 def test_a_start_and_its_parts_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--runs", "1", "--variant", "parts", "--variant", "native with plan"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    parts, start = found["parts"]["seconds"], found["native with plan"]
+    assert main([*TINY, "--runs", "1", "--variant", "parts", "--variant", "all native"]) == 0
+    found = json.loads(capsys.readouterr().out)["variants"]
+    parts, start = found["parts"]["seconds"], found["all native"]
     assert {"torch", "models", "compute again", "kernel: cat", "attention: denoiser again"} <= set(parts)
     assert {"conditioner", "conditioner warm-up again", "denoiser warm-up, after all"} <= set(parts)
     assert {"torch", "library warm-up", "conditioner warm-up", "warm-up"} <= set(start["spans"])
@@ -29,12 +30,34 @@ def test_a_start_and_its_parts_are_timed(capsys: pytest.CaptureFixture[str]) -> 
     assert [problem for problem in native["problems"] if "torch was ready" not in problem] == []
 
 
-def test_a_variant_that_fails_does_not_end_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*TINY, "--runs", "1", "--variant", "now", "--limit-s", "0.01"]
-    assert main(arguments) == 1
-    streams = capsys.readouterr()
-    assert json.loads(streams.out) == {}
-    assert "timed out" in streams.err
+def test_a_variant_that_fails_is_named_with_its_last_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--runs", "1", "--variant", "now", "--limit-s", "0.01"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"variants": {}, "failed": {"now": "no end within 0.01 s"}}
+
+
+def answered(failing: str, seconds: float) -> tuple[list[str], dict[str, int], dict[str, str]]:
+    """Order of the processes, reports and failures, with children that answer at once and a clock that they move."""
+    order: list[str] = []
+
+    def run(name: str) -> dict[str, Any] | str:
+        order.append(name)
+        return "exit status 9" if name == failing else {"process_s": 1.0, "facts": {}}
+
+    variants = ("parts", "now", "none", "early")
+    reports, failed = measure(variants, run, 3, 20.0, lambda: seconds * len(order))
+    return order, {name: len(found) for name, found in reports.items()}, failed
+
+
+def test_the_others_go_on_and_the_parts_come_last() -> None:
+    order, counts, failed = answered("none", 0.1)
+    assert order == ["now", "none", "early", "now", "early", "now", "early", "parts"]
+    assert counts == {"parts": 1, "now": 3, "none": 0, "early": 3}
+    assert failed == {"none": "exit status 9"}
+
+
+def test_no_round_and_no_parts_are_begun_that_would_end_after_the_budget() -> None:
+    assert answered("", 4.0)[0] == ["now", "none", "early", "parts"]  # a round takes 12 of 20 s
+    assert answered("", 8.0)[0] == ["now", "none", "early"]
 
 
 def test_figures_are_medians_by_name() -> None:
