@@ -2,9 +2,13 @@
 
 On the main thread: spawn (the uploader, which reads as well, and torch's libraries on their way into memory, first: all of
 that goes on while the manifest is parsed) → manifest → load → family → torch → models → compute → warm-up. Beside it,
-on the request's thread: parse → tokens, pictures, packed layout, embedding rows; on another, for a waiting request: the
-libraries' warm-up as soon as torch is there, then the conditioner's. Compiled operators are opened during the import. The conditioner and the first step follow in
+on the request's thread: parse → tokens (of another process), pictures, packed layout, embedding rows; on another, for a waiting
+request: the libraries' warm-up as soon as torch is there, then the conditioner's. During the import compiled operators are
+opened, and what a request uses first is used once natively. The conditioner and the first step follow in
 `runtime.pipeline`, behind the load, because every group is waited for where it is used.
+
+Import, models and launches share one interpreter lock: what is not Python is done without it, and what is Python and not torch's import
+is done elsewhere or before the libraries are mapped.
 """
 
 from __future__ import annotations
