@@ -162,9 +162,13 @@ class Family(Protocol):
         ...
 
     def native_operations(
-        self, prepared: Prepared, native: NativeTorch, items: Collection[str]
+        self, prepared: Prepared | None, native: NativeTorch, items: Collection[str]
     ) -> Iterator[str]:
-        """What a waiting request uses first, through torch's C interface; see `runtime.native_warm_up.Operations`."""
+        """What a waiting request uses first, through torch's C interface; see `runtime.native_warm_up.Operations`.
+
+        Args:
+            prepared: None with items of any request.
+        """
         ...
 
     def warm_up_libraries(self, prepared: Prepared, device: str) -> None:

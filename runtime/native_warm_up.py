@@ -1,11 +1,12 @@
 """First uses of the GPU's libraries while `import torch` is still running, without the interpreter lock.
 
     libraries   handles of cuBLAS and cuDNN of their own (`runtime.native_libraries`)
-    operators   the conditioner's operators, each once, through torch's C interface (`runtime.native_torch`)
+    kernels     the conditioner's operators that no request changes, each once, through torch's C interface (`runtime.native_torch`)
+    operators   those of its shapes: products and attention
     attention   the denoiser's attention plan: a second one, on the thread that denoises, costs less than the first
     step        the denoiser's matrix products
 
-`auto` is `operators, step` on the releases of torch that were tried on a GPU, and nothing on others: a changed signature
+`auto` is `kernels, operators, step` on the releases of torch that were tried on a GPU, and nothing on others: a changed signature
 could end the process. Whatever else fails is a note on the timeline and is done later, as without it. What it allocates belongs to torch's
 allocator and is given back at the end; only the handles of `libraries` stay. Of a start that fails, or of a torch that is
 ready, the operator that runs at that moment is waited for, nothing else. Standard library only.
@@ -23,8 +24,11 @@ from runtime.native_libraries import create_handles
 from runtime.native_torch import NativeTorch
 from runtime.torch_preload import TorchInstall
 
-ITEMS = ("libraries", "operators", "attention", "step")
-AUTO = ("operators", "step")
+ITEMS = ("libraries", "kernels", "operators", "attention", "step")
+OF_ANY_REQUEST = frozenset({"libraries", "kernels"})
+"""Items that need not wait for a request's tokens."""
+
+AUTO = ("kernels", "operators", "step")
 TRIED_RELEASES = frozenset({"2.11.0"})
 """Releases of torch with CUDA on which every function that is called here was called on an H200."""
 

@@ -86,7 +86,7 @@ class WorkerStart:
         self.uploader: UploaderProcess | None = None
         self.preload: Preload | None = None
         self.finish_import: Callable[[], TorchImport] | None = None
-        self.is_warm_natively = False
+        self.done_natively: set[str] = set()
 
     def nodes(self) -> list[Node]:
         return [
@@ -102,6 +102,7 @@ class WorkerStart:
             Node("models", self.models, needs=("torch",)),
             Node("kernels", self.open_kernels, needs=("load",), thread="native"),
             Node("compute", self.compute, needs=("models", "kernels")),
+            Node("native kernels", self.use_kernels_natively, needs=("family",), thread="native"),
             Node("native warm-up", self.warm_up_natively, needs=("request",), thread="native"),
             Node("library warm-up", self.warm_up_libraries, needs=("torch", "request"), thread="libraries"),
             Node("conditioner warm-up", self.warm_up_conditioner, needs=("compute",), thread="libraries"),
@@ -285,21 +286,32 @@ class WorkerStart:
         """A GPU's libraries and kernels are loaded on first use; a CPU has nothing to gain."""
         return self.device == "cuda"
 
+    def use_kernels_natively(self, results: Results) -> None:
+        """First uses during the import of torch, where the settings ask for them: what does not depend on the request."""
+        if self.body is not None:
+            self.run_natively(results, "native_kernels", None)
+
     def warm_up_natively(self, results: Results) -> None:
-        """First uses of a waiting request during the import of torch, where the settings ask for them."""
-        setting, request, preload = self.settings.native_warm_up, results["request"], self.preload
-        if not self.has_first_uses or setting == "none" or request is None or preload is None:
+        """The rest of them, for a waiting request."""
+        if results["request"] is not None:
+            self.run_natively(results, "native_warm_up", results["request"])
+
+    def run_natively(self, results: Results, note: str, request: Prepared | None) -> None:
+        setting, preload = self.settings.native_warm_up, self.preload
+        if not self.has_first_uses or setting == "none" or preload is None:
             return
-        from runtime.native_warm_up import chosen_items, warm_natively
+        from runtime.native_warm_up import OF_ANY_REQUEST, chosen_items, warm_natively
         from runtime.torch_preload import find_torch
 
         install = find_torch()
-        items, problem = chosen_items(setting, install.version)
+        chosen, problem = chosen_items(setting, install.version)
+        items = tuple(item for item in chosen if (item in OF_ANY_REQUEST) == (request is None))
         if items:
             preload.join()
             problem = preload.problem
         if problem:
-            self.timeline.note(native_warm_up={"problems": [problem]})
+            self.timeline.note(**{note: {"problems": [problem]}})
+        if problem or not items:
             return
         facts = warm_natively(
             install,
@@ -308,8 +320,9 @@ class WorkerStart:
             lambda native, chosen: results["family"].native_operations(request, native, chosen),
             is_over=lambda: "torch" in results or results.is_cancelled,
         )
-        self.is_warm_natively = facts["is_complete"] and "operators" in items
-        self.timeline.note(native_warm_up=facts)
+        self.timeline.note(**{note: facts})
+        if facts["is_complete"]:
+            self.done_natively.update(items)
 
     def warm_up_libraries(self, results: Results) -> None:
         """First uses of a waiting request that need torch alone, while the models are being imported."""
@@ -324,7 +337,8 @@ class WorkerStart:
         request = results["request"]
         if not self.has_first_uses or request is None:
             return
-        if self.is_warm_natively and not self.has_time(request.order, results["manifest"]):
+        is_warm = self.done_natively.issuperset(("kernels", "operators"))
+        if is_warm and not self.has_time(request.order, results["manifest"]):
             self.timeline.note(conditioner_warm_up="not needed")
         else:
             results["family"].warm_up_conditioner(request, results["compute"])

@@ -44,7 +44,7 @@ class Settings:
         warm_up: what of the first evaluation is paid behind the load: `all` as far as there is time, `none`, or some of
             memory, products, step, comma separated.
         native_warm_up: first uses during the import of torch: `auto` on releases of torch that were tried, `none`, `all`,
-            or some of libraries, operators, attention, step, comma separated.
+            or some of libraries, kernels, operators, attention, step, comma separated.
         cpu_threads: torch's threads on the CPU; 0: torch's own choice.
         log_level: of the JSON log on stderr.
     """

@@ -125,7 +125,7 @@ class FamilyOnRanks:
             self._family.warm_attention(prepared, compute, self._size)
 
     def native_operations(
-        self, prepared: Prepared, native: NativeTorch, items: Collection[str]
+        self, prepared: Prepared | None, native: NativeTorch, items: Collection[str]
     ) -> Iterator[str]:
         """Nothing: a rank's shapes are its share's."""
         return iter(())

@@ -40,7 +40,7 @@ class Variant(NamedTuple):
 
 VARIANTS: Mapping[str, Variant] = {
     "now": Variant(),
-    "native": Variant(("--native", "operators")),
+    "native": Variant(("--native", "kernels,operators")),
     "none": Variant(("--native", "none")),
     "early": Variant(("--early",)),
     "early, none": Variant(("--early", "--native", "none")),

@@ -27,7 +27,7 @@ from runtime.timeline import Timeline
 from runtime.torch_preload import let_openmp_sleep, start_preload
 
 _GRAPH = (
-    "torch", "torch check", "engine", "models", "kernels", "compute", "native warm-up", "library warm-up", "conditioner warm-up",
+    "torch", "torch check", "engine", "models", "kernels", "compute", "native kernels", "native warm-up", "library warm-up", "conditioner warm-up",
     "warm-up",
 )  # fmt: skip
 _LAYERS = "text_encoder/layers."

@@ -64,14 +64,14 @@ def native_names(family: MiniMaxH3, prepared: Prepared, *items: str) -> list[str
 
 def test_native_operations_cover_the_same_products(family: MiniMaxH3, prepared: Prepared) -> None:
     config = family.capabilities.config
-    done = native_names(family, prepared, "operators", "attention")
+    done = native_names(family, prepared, "kernels", "operators", "attention")
     _, *blocks = refiner_products(config.transformer)
     shapes = [*text_products(config.text), *blocks]
     assert [name for name in done if "product" in name] == [f"product {w} x {i}" for w, i in shapes]
     assert [name for name in done if "attention" in name] == [
         "text attention", "refiner attention", "attention plan",
     ]  # fmt: skip
-    assert done[-2:] == ["refiner's norm", "attention plan"]
+    assert done[:2] == ["memory and fill", "norm"]
 
 
 def test_native_products_of_a_step_are_those_of_the_denoiser(family: MiniMaxH3, prepared: Prepared) -> None:
@@ -92,5 +92,7 @@ def test_native_operations_are_for_stored_types_they_know(
 ) -> None:
     native = NativeTorch(find_torch(), "cpu")
     steps = list(family.native_operations(prepared, native, ("operators",)))
+    kernels = list(family.native_operations(None, native, ("kernels", "operators", "step")))
     native.close()
+    assert bool(kernels) == (manifest.model["dtype"] == "BF16")
     assert bool(steps) == (manifest.model["dtype"] == "BF16")

@@ -126,6 +126,38 @@ def noted(setting: str, device: str, request: object, preload: Any, operations: 
     return timeline.facts.get("native_warm_up")
 
 
+class Both(dict[str, Any]):
+    """Results of a start whose torch is not there yet."""
+
+    is_cancelled = False
+
+
+def test_what_needs_no_request_does_not_wait_for_it() -> None:
+    asked: list[tuple[object, tuple[str, ...]]] = []
+
+    def operations(request: object, native: NativeTorch, items: Collection[str]) -> Iterator[str]:
+        asked.append((request, tuple(items)))
+        return three(native, items)
+
+    timeline, request = Timeline(), object()
+    settings = Settings(bundle="x", device="cpu", native_warm_up="kernels,operators,step")
+    start = AnyDevice(settings, timeline, {}, None, None)
+    start.preload = Preload()  # type: ignore[assignment]
+    results = Both(family=SimpleNamespace(native_operations=operations), request=request)
+    start.use_kernels_natively(results)  # type: ignore[arg-type]
+    assert (asked, start.done_natively) == ([(None, ("kernels",))], {"kernels"})
+    start.warm_up_natively(results)  # type: ignore[arg-type]
+    assert asked[1:] == [(request, ("operators", "step"))]
+    assert start.done_natively == {"kernels", "operators", "step"}
+    assert timeline.facts["native_kernels"]["is_complete"]
+
+
+class AnyDevice(WorkerStart):
+    """Has first uses on a CPU, too."""
+
+    has_first_uses = True  # type: ignore[assignment]
+
+
 def refuse(request: object, native: NativeTorch, items: Collection[str]) -> Iterator[str]:
     raise CapabilityError("called", where="operations")
 

@@ -62,7 +62,8 @@ def started(
     manifest = SimpleNamespace(groups=groups, orders={"t2va/a": ORDER})
     request = SimpleNamespace(order="t2va/a")
     results = {"manifest": manifest, "family": family, "request": request, "compute": compute}
-    start.is_warm_natively = is_warm_natively
+    if is_warm_natively:
+        start.done_natively.update(("kernels", "operators", "step"))
     start.warm_up_conditioner(results)  # type: ignore[arg-type]
     start.warm_up(results)  # type: ignore[arg-type]
     return family, timeline

@@ -129,13 +129,14 @@ class MiniMaxH3:
         compute.warm_attention(rows, heads, config.attention_head_dim)
 
     def native_operations(
-        self, prepared: Prepared, native: NativeTorch, items: Collection[str]
+        self, prepared: Prepared | None, native: NativeTorch, items: Collection[str]
     ) -> Iterator[str]:
         from runtime.families.minimax_h3.native_operations import operations
 
         if self._manifest.model["dtype"] != "BF16":
             return iter(())
-        return operations(native, items, self.capabilities.config, prepared.parts["sequence"])
+        sequence = None if prepared is None else prepared.parts["sequence"]
+        return operations(native, items, self.capabilities.config, sequence)
 
     def warm_up_libraries(self, prepared: Prepared, device: str) -> None:
         from loader.torch_api import torch_dtype

@@ -4,7 +4,8 @@ Kernels are loaded to the device on their first launch, by operator and type, pr
 those of `model.conditioner`, `model.refiner` and `model.transformer`; values are undefined and nothing is kept. Every operand is a
 view of one piece of memory.
 
-    operators   the conditioner's and the refiner's
+    kernels     the conditioner's and the refiner's norms, rotation and gates, at any number of rows
+    operators   their products and attention
     step        products of one evaluation: the float32 ones at both ends, then a block's
     attention   cuDNN's plan for the denoiser
 """
@@ -26,26 +27,38 @@ from runtime.families.minimax_h3.products import (
 from runtime.native_torch import Handle, NativeTorch
 
 _BF16 = 2  # bytes
+_ANY_ROWS = 16
 
 
 def operations(
-    native: NativeTorch, items: Collection[str], config: H3Config, sequence: PackedSequence
+    native: NativeTorch, items: Collection[str], config: H3Config, sequence: PackedSequence | None
 ) -> Iterator[str]:
-    """See `runtime.native_warm_up.Operations`. What the conditioner needs comes first: it is needed first."""
+    """See `runtime.native_warm_up.Operations`. What the conditioner needs comes first: it is needed first.
+
+    Args:
+        sequence: None: only items that need none.
+    """
+    if "kernels" in items:
+        yield from _elementwise(native, config.text, _ANY_ROWS)
+    if sequence is None:
+        return
     if "operators" in items:
         yield from _products(native, config, sequence.num_text)
         yield from _attention(native, config, sequence.num_text)
-        yield from _elementwise(native, config.text, sequence.num_text)
     if "attention" in items:
-        transformer = config.transformer
-        H, K = transformer.num_attention_heads, transformer.attention_head_dim
-        fused = native.empty(sequence.num_rows, 3 * H * K)
-        native.zero_(fused)
-        q, k, v = (native.heads(fused, sequence.num_rows, H, K, offset=part * H * K) for part in range(3))
-        native.cudnn_attention(q, k, v)
-        yield "attention plan"
+        yield _plan(native, config, sequence.num_rows)
     if "step" in items:
         yield from _step(native, config, sequence)
+
+
+def _plan(native: NativeTorch, config: H3Config, rows: int) -> str:
+    """cuDNN's, for the operands of a block."""
+    H, K = config.transformer.num_attention_heads, config.transformer.attention_head_dim
+    fused = native.empty(rows, 3 * H * K)
+    native.zero_(fused)
+    q, k, v = (native.heads(fused, rows, H, K, offset=part * H * K) for part in range(3))
+    native.cudnn_attention(q, k, v)
+    return "attention plan"
 
 
 def _elementwise(native: NativeTorch, text: TextConfig, rows: int) -> Iterator[str]:
