@@ -287,9 +287,8 @@ class WorkerStart:
         return self.device == "cuda"
 
     def use_kernels_natively(self, results: Results) -> None:
-        """First uses during the import of torch, where the settings ask for them: what does not depend on the request."""
-        if self.body is not None:
-            self.run_natively(results, "native_kernels", None)
+        """First uses during the import of torch, where the settings ask for them: what does not depend on a request."""
+        self.run_natively(results, "native_kernels", None)
 
     def warm_up_natively(self, results: Results) -> None:
         """The rest of them, for a waiting request."""
