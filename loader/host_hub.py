@@ -111,9 +111,9 @@ class Hub:
         """To those who are here, and to those who come later: they would wait for a hub that is gone."""
         for member in self._members.values():
             self._say_ended(member)
-        self._listener.settimeout(JOIN_S)
         with contextlib.suppress(TimeoutError):
             while self._ended and self._expected:
+                self._listener.settimeout(JOIN_S)
                 number = self._admit()
                 if number is not None:
                     self._say_ended(self._members[number])
@@ -188,6 +188,8 @@ class Hub:
             self._copied([slot])  # it must not wait for a member that left
 
     def _take_back(self, member: Member) -> None:
+        if member.number in self._left:
+            return  # its farewell was heard in the same round, and what it owed is back
         data = os.read(member.slots, wire.SLOT.size * 1024)
         if not data:
             self._selector.unregister(member.slots)  # the rest is heard on its socket
