@@ -115,9 +115,8 @@ class DeviceSession:
         else:
             memory = self._link.map_pool(0, self._choice.bytes)
             self._link.drop_pool()
-            self._ring = Ring(
-                self.driver, memory, self._choice, "pageable" if self.path == "D" else "register"
-            )
+            pinning = "pageable" if self.path == "D" else "register"
+            self._ring = Ring(self.driver, memory, self._choice, pinning, self._link.recycles)
 
     def pin(self, slots: Sequence[int]) -> list[int] | None:
         """Pin filled slots; the ones that may be filled again. None = the ring was replaced and refills from the start.

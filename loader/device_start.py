@@ -147,7 +147,7 @@ class _DeviceLoad:
             self._begin(link)
             work = work_of(
                 self.plan, self.choice.slots, self.choice.slot_bytes, self._keep(link.recycles), self.options.reserve_bytes,
-                self.options.staging_slots,
+                self.options.staging_slots, link.recycles,
             )  # fmt: skip
             process.begin(work.encode(), link.shared_fds())
             link.drop_pool()

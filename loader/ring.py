@@ -19,11 +19,22 @@ _ENOUGH_PINNED = 256 << 20
 
 
 class Ring:
-    """Slots in `memory`. `pinning`: "register", "pinned" (by the driver itself) or "pageable"."""
+    """Slots in `memory`.
+
+    Args:
+        pinning: "register", "pinned" (by the driver itself) or "pageable".
+        may_shrink: whether slots may leave it; no in a ring that others need as well: each could drop the others' slots.
+    """
 
     def __init__(
-        self, driver: Driver, memory: mmap.mmap | memoryview, choice: RingChoice, pinning: str
+        self,
+        driver: Driver,
+        memory: mmap.mmap | memoryview,
+        choice: RingChoice,
+        pinning: str,
+        may_shrink: bool = True,
     ) -> None:
+        self._may_shrink = may_shrink
         self.pinning = pinning
         self.choice = choice
         self.refusal = ""
@@ -45,7 +56,8 @@ class Ring:
         """Pin a slot that was just filled for the first time; nothing for others.
 
         Returns: whether the slot may be used again. After a refusal, slots that are not pinned leave the ring as long
-        as 256 MiB of pinned ones remain; below that they stay and are copied as pageable memory.
+        as 256 MiB of pinned ones remain; below that they stay and are copied as pageable memory, as all do if none may
+        leave.
         """
         if self.pinning != "register" or slot in self._registered:
             return True
@@ -56,7 +68,7 @@ class Ring:
                 return True
             except PinningRefused as error:
                 self.refusal = str(error)
-        return self.pinned_bytes < min(_ENOUGH_PINNED, self.choice.bytes // 2)
+        return not self._may_shrink or self.pinned_bytes < min(_ENOUGH_PINNED, self.choice.bytes // 2)
 
     def close(self) -> None:
         """Unpin and unmap. No copy may be in flight. May be called again."""

@@ -463,7 +463,7 @@ def _serve(sock: socket.socket, post: Post, opening: Opening, ordinal: int) -> N
     post.send(talk.MARK, talk.encode_mark("uploader: cuda context", opening.start_ns, opening.end_ns))
     post.send(talk.CONTEXT)
     prefault = _start_prefault(memory, work) if reader is None else None
-    ring = Ring(driver, memory, RingChoice(work.slots, work.slot_bytes, ""), "register")
+    ring = Ring(driver, memory, RingChoice(work.slots, work.slot_bytes, ""), "register", work.may_shrink)
     del memory  # it goes with the ring
     upload = Upload(driver, ordinal, work, (full, free), ring, SlotStack(work.slots, work.keep), post)
     try:

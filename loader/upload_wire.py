@@ -41,6 +41,7 @@ class UploadWork:
         missing: per group the number of its chunks.
         keep: free slots that the reader should have at most, once the first ones have come back.
         unpack: what unpacking takes, None where nothing is coded.
+        may_shrink: whether slots that cannot be pinned may leave the ring.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class UploadWork:
         keep: int,
         reserve_bytes: int,
         unpack: UnpackPlan | None = None,
+        may_shrink: bool = True,
     ) -> None:
         self.arenas = arenas
         self.chunks = chunks
@@ -62,6 +64,7 @@ class UploadWork:
         self.keep = keep
         self.reserve_bytes = reserve_bytes
         self.unpack = unpack
+        self.may_shrink = may_shrink
 
     def encode(self) -> bytes:
         """JSON on one line; a piece table follows as it is."""
@@ -88,6 +91,7 @@ def work_of(
     keep: int,
     reserve_bytes: int,
     staging_slots: int | None = None,
+    may_shrink: bool = True,
 ) -> UploadWork:
     """The uploader's part of `plan`."""
     unpack = None
@@ -104,6 +108,7 @@ def work_of(
         keep=keep,
         reserve_bytes=reserve_bytes,
         unpack=unpack,
+        may_shrink=may_shrink,
     )
 
 

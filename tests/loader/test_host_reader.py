@@ -43,6 +43,7 @@ class Host:
         slots: int = 3,
         path: str = "A",
         hub: HubProcess | None = None,
+        pin_limit: int | None = None,
         **options: Any,
     ) -> None:
         self.path = path
@@ -57,7 +58,8 @@ class Host:
             address,
             hub=hub,
         )
-        self.drivers = [FakeDriver(seed=rank) for rank in range(len(orders))]
+        self.remote = "plain" if pin_limit is None else "little_pinning"
+        self.drivers = [FakeDriver(seed=rank, pin_limit=pin_limit) for rank in range(len(orders))]
         self.links: list[HostLink] = []
 
     def stream(self, rank: int) -> WeightStream:
@@ -68,7 +70,8 @@ class Host:
             ring_bytes=link.ring_bytes,
             slot_bytes=link.slot_bytes,
             path=self.path,
-            uploader_driver="tests.fakes.remote_driver:plain" if self.path == "U" else "",
+            uploader_driver=f"tests.fakes.remote_driver:{self.remote}" if self.path == "U" else "",
+            max_load_s=20.0,
         )
         return start(self.shared.members[rank], self.directory, device="cuda", options=options, reader=link)
 
@@ -240,3 +243,17 @@ def test_orders_are_interleaved(tmp_path: Path) -> None:
     for member, plan in zip(shared.members, plans, strict=True):
         wanted = [shared.plan.chunks[index].offset for index in member.groups[0].chunks]
         assert wanted == sorted(chunk.offset for chunk in plan.chunks)
+
+
+@pytest.mark.parametrize("path", ["U", "A"])
+def test_ranks_that_may_pin_little_leave_each_other_slots(tmp_path: Path, path: str) -> None:
+    """Each may pin two slots of four, mostly not the same ones; what one cannot pin the other has pinned."""
+    prepared = write_prepared(tmp_path, orders={"a/b": SMALL_ORDER})
+    host = Host(tmp_path, (SMALL_ORDER[:3], SMALL_ORDER[3:]), slots=4, path=path, pin_limit=2 * CHUNK)
+    streams = [host.stream(rank) for rank in range(2)]
+    for stream, driver in zip(streams, host.drivers, strict=True):
+        found = contents(stream, driver)
+        assert all(found[name] == prepared.content[name] for name in found)
+    for stream in streams:
+        stream.close()
+    host.finish()
