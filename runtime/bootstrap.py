@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from runtime.engine import Engine
     from runtime.family import Family, ImageResolver, Prepared
+    from runtime.first_request import FirstRequest
     from runtime.settings import Settings
 
 
@@ -25,6 +26,7 @@ def start(
     resolve_image: "ImageResolver | None" = None,
     origin_ns: int | None = None,
     on_family: "Callable[[Family], None] | None" = None,
+    first: "FirstRequest | None" = None,
 ) -> "tuple[Engine, Prepared | None]":
     """Start a worker, with its first request if there is one already.
 
@@ -34,6 +36,8 @@ def start(
         resolve_image: fetches pictures that the request names (None: only data URIs are accepted).
         origin_ns: t = 0 of the timeline; this module's first statement if None.
         on_family: called as soon as the manifest is read, so that requests can be validated during the load.
+        first: in place of `body`, a request that may come during the start; its errors do not fail the start. Not with
+            several ranks: all of them would have to know it before they choose what to load.
     Returns: the engine, and the first request, ready to be passed to `Engine.run`. Where a launcher started several
         ranks, on rank 0 only: the others serve it and then leave the process.
     Raises: WorkerError: the first cause of whatever failed; nothing is left running.
@@ -54,7 +58,7 @@ def start(
     has_collector = gc.isenabled()
     gc.disable()  # a start makes no garbage: plans and manifests would be walked for nothing, 20 ms before the first read
     try:
-        return start_engine(settings, timeline, body, resolve_image, on_family)
+        return start_engine(settings, timeline, body, resolve_image, on_family, first)
     finally:
         if has_collector:
             gc.enable()

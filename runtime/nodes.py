@@ -2,8 +2,9 @@
 
 On the main thread: spawn (the uploader, which reads as well, and torch's libraries on their way into memory, first: all of
 that goes on while the manifest is parsed) → manifest → load → family → torch → models → compute → warm-up. Beside it,
-on the request's thread: parse → tokens (of another process), pictures, packed layout, embedding rows; on another, for a waiting
-request: the libraries' warm-up as soon as torch is there, then the conditioner's. During the import compiled operators are
+on the request's thread: parse → tokens (of another process), pictures, packed layout, embedding rows; on another, for that
+request: the libraries' warm-up as soon as torch is there, then the conditioner's. A request that a worker is sent while it
+starts is taken until the operators are chosen: what is left of all this runs for it. During the import compiled operators are
 opened, and what a request uses first is used once natively. The conditioner and the first step follow in
 `runtime.pipeline`, behind the load, because every group is waited for where it is used.
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from runtime.compute import Compute
     from runtime.engine import Engine
     from runtime.family import Family, ImageResolver, Prepared
+    from runtime.first_request import FirstRequest
     from runtime.settings import Settings
     from runtime.torch_import import TorchImport
     from runtime.torch_preload import Preload
@@ -47,9 +49,10 @@ def start_engine(
     body: Mapping[str, object] | None,
     resolve_image: ImageResolver | None,
     on_family: Callable[[Family], None] | None = None,
+    first: FirstRequest | None = None,
 ) -> tuple[Engine, Prepared | None]:
     """Run the startup graph; see `runtime.bootstrap.start`."""
-    return run_start(WorkerStart(settings, timeline, body, resolve_image, on_family), timeline)
+    return run_start(WorkerStart(settings, timeline, body, resolve_image, on_family, first), timeline)
 
 
 def run_start(start: WorkerStart, timeline: Timeline) -> tuple[Any, Prepared | None]:
@@ -72,12 +75,14 @@ class WorkerStart:
         body: Mapping[str, object] | None,
         resolve_image: ImageResolver | None,
         on_family: Callable[[Family], None] | None,
+        first: FirstRequest | None = None,
     ) -> None:
         self.settings = settings
         self.timeline = timeline
         self.body = body
         self.resolve_image = resolve_image
         self.on_family = on_family
+        self.first = first
         self.directory = Path(settings.bundle)
         self.device = choose_device(settings.device)
         self.order = ""
@@ -95,10 +100,11 @@ class WorkerStart:
             Node("load", self.load, needs=("spawn", "manifest"), cancel=self.stop_loading),
             # What follows imports a lot: after `load`, so that it does not delay the first read.
             Node("family", self.family, needs=("load",)),
-            Node("request", self.request, needs=("family",), thread="request"),
+            Node("first request", self.await_request, ("load",), "request", cancel=self.take_no_request),
+            Node("request", self.request, needs=("family", "first request"), thread="request"),
             Node("torch", self.torch, needs=("load",)),
-            Node("torch check", self.check_torch, needs=("torch",), thread="request"),
-            Node("engine", self.import_engine, needs=("torch check",), thread="request"),
+            Node("torch check", self.check_torch, needs=("torch",), thread="checks"),
+            Node("engine", self.import_engine, needs=("torch check",), thread="checks"),
             Node("models", self.models, needs=("torch",)),
             Node("kernels", self.open_kernels, needs=("load",), thread="native"),
             Node("compute", self.compute, needs=("models", "kernels")),
@@ -106,6 +112,7 @@ class WorkerStart:
             Node("native warm-up", self.warm_up_natively, needs=("request",), thread="native"),
             Node("library warm-up", self.warm_up_libraries, needs=("torch", "request"), thread="libraries"),
             Node("conditioner warm-up", self.warm_up_conditioner, needs=("compute",), thread="libraries"),
+            Node("last call", self.take_no_request, needs=("compute",)),
             Node("warm-up", self.warm_up, needs=("compute", "request")),
         ]
 
@@ -173,6 +180,10 @@ class WorkerStart:
         from runtime.weights import WeightSet
 
         manifest, settings = results["manifest"], self.settings
+        if self.first is not None:
+            from runtime.first_request import FOLLOWS_S
+
+            self.body = self.first.wait(FOLLOWS_S if self.first.follows else 0)
         self.order = order = likely_order(manifest, self.body, settings.task, settings.schedule)
         self.weights = WeightSet(lambda groups: self.start_stream(manifest, groups))
         self.weights.ensure(manifest.orders[order])
@@ -224,21 +235,42 @@ class WorkerStart:
         if self.preload is not None:
             self.preload.join()
 
+    def await_request(self, results: Results) -> None:
+        """Wait for a first request: until it is there, or `last call`."""
+        if self.first is not None:
+            self.body = self.first.wait()
+
+    def take_no_request(self, results: Results | None = None) -> None:
+        """Nothing is left here for a request that comes now: whoever gets it prepares it."""
+        if self.first is not None:
+            self.first.close()
+
     def request(self, results: Results) -> Prepared | None:
+        """Prepare the first request. What is wrong with one that came meanwhile is its sender's: the start goes on."""
         if self.body is None:
             return None
-        family = results["family"]
+        try:
+            prepared = self.prepare_request(results["family"], self.body)
+        except Exception as error:  # a request's border: it is raised again where the request came from
+            if self.first is None:
+                raise
+            self.first.settle(error)
+            return None
+        if self.first is not None:
+            self.first.settle(prepared)
+        for tensor, rows in prepared.rows.items():
+            results["load"].fetch_rows(tensor, rows)
+        return prepared
+
+    def prepare_request(self, family: Family, body: Mapping[str, object]) -> Prepared:
         if self.device == "cuda":
             family.spawn_tokenizer()
         try:
             if self.preload is not None:
                 self.preload.join()  # what follows imports extensions: see `import_loading`
-            prepared: Prepared = family.prepare(family.parse(self.body, self.resolve_image))
+            return family.prepare(family.parse(body, self.resolve_image))
         finally:
             family.stop_tokenizer()
-        for tensor, rows in prepared.rows.items():
-            results["load"].fetch_rows(tensor, rows)
-        return prepared
 
     def torch(self, results: Results) -> None:
         from runtime.torch_import import begin_import, choose_trims

@@ -1,8 +1,9 @@
 """`coldframe worker`: one engine behind newline-delimited JSON on stdin and stdout.
 
 The protocol is in docs/architecture.md. Three threads: the main thread starts the engine and runs jobs; one reads
-stdin, validates requests and prepares them while weights stream in; one reports loading. Standard output belongs to
-the protocol: whatever else prints there goes to stderr. Standard library only at the top.
+stdin, validates requests and prepares them while weights stream in; one reports loading. The first request is handed to the
+start, if that still takes it: it prepares and warms up for it. Standard output belongs to the protocol: whatever else
+prints there goes to stderr. Standard library only at the top.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from loader.errors import InternalError, RequestError, WorkerError
 from runtime import bootstrap  # t = 0
+from runtime.first_request import FirstRequest
 from runtime.pipeline import Cancelled
 from runtime.timeline import Timeline
 
@@ -48,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(
         level=settings.log_level, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
     )
-    worker = Worker(sys.stdin, _take_stdout())
+    worker = Worker(sys.stdin, _take_stdout(), FirstRequest(args.request_follows))
     signal.signal(signal.SIGTERM, lambda *_: worker.stop())
     return worker.run(settings)
 
@@ -62,6 +64,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--manifest-sha256", help="refuse a prepared directory with another manifest")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--timeline", metavar="FILE.json", help="write the start's timeline here")
+    parser.add_argument(
+        "--request-follows",
+        action="store_true",
+        help="a generate command comes at once: wait for it, for a moment, before choosing what to load",
+    )
     return parser
 
 
@@ -86,9 +93,10 @@ class _Job:
 class Worker:
     """The process. `run` returns its exit code when stdin ends, on `shutdown`, or after a fatal error."""
 
-    def __init__(self, commands: IO[str], events: IO[str]) -> None:
+    def __init__(self, commands: IO[str], events: IO[str], first: FirstRequest) -> None:
         self._commands = commands
         self._events = events
+        self._first = first
         self._write_lock = threading.Lock()
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._jobs: dict[str, _Job] = {}
@@ -98,9 +106,9 @@ class Worker:
 
     def run(self, settings: Any) -> int:
         self.send("hello", protocol=PROTOCOL, pid=os.getpid())
-        threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
         try:
-            engine, _ = bootstrap.start(settings, on_family=self._set_family)
+            self._read_from_now_on()
+            engine, _ = bootstrap.start(settings, on_family=self._set_family, first=self._first)
             with engine:
                 reporter = threading.Thread(
                     target=self._report_loading, args=(engine,), name="progress", daemon=True
@@ -132,6 +140,13 @@ class Worker:
             except (BrokenPipeError, ValueError):
                 self._abandoned.set()
 
+    def _read_from_now_on(self) -> None:
+        from runtime.parallel.environment import rank_environment
+
+        if rank_environment().size > 1:
+            self._first.close()  # see `bootstrap.start`
+        threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
+
     # --- commands, on their own thread ---
 
     def _read_commands(self) -> None:
@@ -143,6 +158,7 @@ class Worker:
             except (ValueError, KeyError, TypeError) as error:
                 problem = RequestError(f"unreadable command: {error}", where="protocol")
                 self.send("error", job=None, error=problem.as_dict())
+        self._first.close()
         self.stop()
 
     def _obey(self, command: Mapping[str, Any]) -> None:
@@ -162,16 +178,22 @@ class Worker:
 
     def _take(self, job: _Job, body: Mapping[str, object]) -> None:
         self._jobs[job.name] = job
-        self._family_known.wait()
-        if self._family is None:
-            return  # the start failed; that error has been sent
         try:
-            job.prepared = self._family.prepare(self._family.parse(body))
+            job.prepared = self._prepare(body)
         except WorkerError as error:
             self._end(job, "error", error=error.as_dict())
             return
+        if job.prepared is None:
+            return  # the start failed; that error has been sent
         self.send("accepted", job=job.name, request=dict(job.prepared.report))
         self._queue.put(job)
+
+    def _prepare(self, body: Mapping[str, object]) -> Prepared | None:
+        """By the start, if it takes the request; else here, as soon as the family is known. None: the start failed."""
+        if isinstance(body, Mapping) and self._first.offer(body):
+            return self._first.result()
+        self._family_known.wait()
+        return self._family.prepare(self._family.parse(body)) if self._family is not None else None
 
     def _set_family(self, family: Family) -> None:
         self._family = family
@@ -227,6 +249,7 @@ class Worker:
         self.send(event, job=job.name, **values)
 
     def _fail(self, error: WorkerError) -> None:
+        self._first.abandon()
         self._family_known.set()
         self.send("error", job=None, error=error.as_dict())
 

@@ -2,51 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-REQUEST = {"prompt": "rain", "size": "64x64", "num_frames": 22, "seed": 3, "schedule": "base-3"}
-
-
-class Client:
-    """Speaks the protocol to one worker process."""
-
-    def __init__(self, bundle: Path) -> None:
-        line = [sys.executable, "-m", "runtime.worker", "--bundle", str(bundle), "--device", "cpu"]
-        self.process = subprocess.Popen(
-            line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-
-    def close(self) -> int:
-        """End the worker by ending its commands; its exit code."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        try:
-            return self.process.wait(timeout=30)
-        finally:
-            self.process.kill()
-            self.process.stdout.close()
-
-    def send(self, **command: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-
-    def until(self, *names: str, job: str | None = None) -> list[dict[str, Any]]:
-        """All events up to and with the first of these names (of this job)."""
-        events = []
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            events.append(json.loads(line))
-            if events[-1]["event"] in names and (job is None or events[-1].get("job") == job):
-                return events
-        raise AssertionError(f"the worker ended before {names}: {events}")
+from tests.fakes.worker_client import REQUEST, Client
 
 
 @pytest.fixture

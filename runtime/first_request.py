@@ -1,0 +1,81 @@
+"""The first request of a worker whose commands come while it starts: from the thread that reads them to the start, and
+what the start made of it back. Nobody waits for a request that may never come. Standard library only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runtime.family import Prepared
+
+FOLLOWS_S = 0.25  # a request that was announced is there within milliseconds; nothing is read while a start waits for it
+
+
+class FirstRequest:
+    """A place for one request, open until the start would gain nothing from knowing it.
+
+    Args:
+        follows: whoever started this process says that a request comes at once: the start chooses what to load by it.
+    """
+
+    def __init__(self, follows: bool = False) -> None:
+        self.follows = follows
+        self._changed = threading.Condition()
+        self._is_open = True
+        self._body: Mapping[str, object] | None = None
+        self._is_settled = False
+        self._outcome: Prepared | Exception | None = None
+
+    # --- the thread that reads commands
+
+    def offer(self, body: Mapping[str, object]) -> bool:
+        """Hand a request to the start. False: it takes none any more, or has one."""
+        with self._changed:
+            is_taken, self._is_open = self._is_open, False
+            if is_taken:
+                self._body = body
+                self._changed.notify_all()
+            return is_taken
+
+    def result(self) -> Prepared | None:
+        """Wait for what the start makes of the request that it took; None: the start failed before.
+
+        Raises: what parsing or preparing it raised.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_settled)
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+    # --- the start
+
+    def wait(self, timeout_s: float | None = None) -> Mapping[str, object] | None:
+        """The request; None: there is none yet after `timeout_s`, or none is taken any more (None: wait for either)."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_open, timeout_s)
+            return self._body
+
+    def close(self) -> None:
+        """Take no request from here on; one that is there stays."""
+        with self._changed:
+            self._is_open = False
+            self._changed.notify_all()
+
+    def settle(self, outcome: Prepared | Exception) -> None:
+        """Say what became of the request."""
+        self._settle(outcome)
+
+    def abandon(self) -> None:
+        """The start has failed: whoever waits is let go. Does nothing to a request that is settled."""
+        self.close()
+        self._settle(None)
+
+    def _settle(self, outcome: Prepared | Exception | None) -> None:
+        with self._changed:
+            if not self._is_settled:
+                self._is_settled, self._outcome = True, outcome
+                self._changed.notify_all()
