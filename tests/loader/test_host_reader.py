@@ -76,7 +76,10 @@ class Host:
         return start(self.shared.members[rank], self.directory, device="cuda", options=options, reader=link)
 
     def read_bytes(self, streams: Sequence[WeightStream]) -> int:
-        """Bytes of chunks that the reader read; it tells all ranks the same."""
+        """Bytes of chunks that the reader read; it tells all ranks the same, once it has sent the last chunk."""
+        for stream in streams:
+            while not any("reader used" in mark.name for mark in stream.marks()):
+                _ = stream.rows_async("embed/table.weight", [0]).bytes
         (count,) = {mark.bytes for stream in streams for mark in stream.marks() if "reader used" in mark.name}
         return count
 
