@@ -22,6 +22,7 @@ from typing import Any
 from loader.errors import InternalError
 
 COMMAND = (sys.executable, "-m", "runtime.worker")
+REQUEST_FOLLOWS = "--request-follows"
 HIDDEN = ("COLDFRAME_SERVE_", "COLDFRAME_API_KEYS", "COLDFRAME_MODAL_", "COLDFRAME_FAL_")
 TURN_S = 0.2
 CANCEL_GRACE_S = 60.0
@@ -66,13 +67,21 @@ class WorkerChild:
         }
         self.start()
 
-    def start(self) -> None:
-        """Spawn the process; milliseconds."""
+    def start(self, *flags: str) -> None:
+        """Spawn the process; milliseconds.
+
+        A platform's start hook does not see the call that it is for, if there is one, and its worker waits for none: the
+        call comes while the worker starts.
+        """
         environ = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
         self.state = {**self.state, "phase": "starting"}
         self._events = queue.SimpleQueue()
         self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, start_new_session=True
+            (*self._command, *flags),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environ,
+            start_new_session=True,
         )
         arguments = (self._process, self._events)
         self._reader = threading.Thread(target=self._read, args=arguments, name="worker-events", daemon=True)
@@ -90,7 +99,7 @@ class WorkerChild:
             raise InternalError("the worker is closed")
         if self._process is None or self._process.poll() is not None:
             self._end()
-            self.start()
+            self.start(REQUEST_FOLLOWS)
         self._send({"op": "generate", "job": job, "request": dict(request), "output": str(output)})
         try:
             return self._wait(job, on_event)

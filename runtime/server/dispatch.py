@@ -40,7 +40,7 @@ class Dispatcher:
         self._metrics = metrics
         self._starts = starts
         self._live = live
-        self._supervisor = Supervisor(config, self._on_event, self._on_exit)
+        self._supervisor = Supervisor(config, self._on_event, self._on_exit, self._has_request)
         self._current: str | None = None  # job that the worker holds, also after its record was deleted
         self._since = self._heard = 0.0  # monotonic
         self._cancel_since: float | None = None
@@ -87,6 +87,10 @@ class Dispatcher:
             started_at=self._store.clock(),
         )  # fmt: skip
         self._spawn(self._send(job))
+
+    def _has_request(self) -> bool:
+        """Whether `pump` will send a job as soon as a worker is connected."""
+        return not self._draining and self._store.next_queued() is not None
 
     async def _send(self, job: Job) -> None:
         try:

@@ -23,6 +23,7 @@ from loader.errors import ArtifactError, CapabilityError, InternalError, Request
 from runtime.server.config import ServerConfig, worker_environment
 
 PROTOCOL = 1
+REQUEST_FOLLOWS = "--request-follows"
 LINE_LIMIT = 4 << 20
 PERMANENT_EXIT_CODES = (RequestError.exit_code, ArtifactError.exit_code, CapabilityError.exit_code)
 HEALTHY_AFTER_S = 60.0
@@ -61,9 +62,9 @@ class Supervisor:
     """Keeps one worker alive. All methods run on the event loop.
 
     Args:
-        command: program and arguments of a worker.
         on_event: called with every message of the worker, after `status` has been brought up to date.
         on_exit: called after a worker has ended for whatever reason, with its exit code.
+        has_request: whether a job waits for a worker that is being started; it must be sent when that one says hello.
     """
 
     def __init__(
@@ -71,11 +72,13 @@ class Supervisor:
         config: ServerConfig,
         on_event: Callable[[dict[str, Any]], None],
         on_exit: Callable[[int], None],
+        has_request: Callable[[], bool],
     ) -> None:
         self.status = WorkerStatus()
         self._config = config
         self._on_event = on_event
         self._on_exit = on_exit
+        self._has_request = has_request
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
@@ -143,6 +146,7 @@ class Supervisor:
             str(config.bundle),
             "--timeline",
             str(self._timeline),
+            *((REQUEST_FOLLOWS,) if self._has_request() else ()),
             *config.worker_args,
         )
         try:

@@ -249,9 +249,12 @@ class FakeWorker:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--bundle", required=True)
-    parser.parse_known_args()
+    parser.add_argument("--request-follows", action="store_true")
+    args, _ = parser.parse_known_args()
     emit(event="hello", protocol=1, pid=os.getpid())
     note(f"start {os.getpid()}")
+    if args.request_follows:
+        note("request follows")
     code = int(os.environ.get("FAKE_START_EXIT", "0"))
     if code:
         kinds = {2: "bad_request", 3: "bad_artifact", 4: "unavailable_capability"}

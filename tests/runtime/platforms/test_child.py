@@ -55,6 +55,15 @@ def test_a_dead_worker_is_replaced_for_the_next_job(child: WorkerChild, tmp_path
     with pytest.raises(InternalError, match="the worker died"):
         child.run("a", {"prompt": "[crash@2]"}, tmp_path / "a.mp4")
     assert child.run("b", {"prompt": "x"}, tmp_path / "b.mp4")["frames"] == 124
+    log = (tmp_path / "worker.log").read_text().splitlines()
+    kinds = [line.split()[0] for line in log if not line.startswith("pictures")]
+    assert kinds == [
+        "start",
+        "generate",
+        "start",
+        "request",
+        "generate",
+    ]  # only the second was started for a job
 
 
 def test_an_interruption_stops_the_job_and_the_same_worker_goes_on(

@@ -34,6 +34,13 @@ def test_a_killed_worker_fails_its_job_and_the_next_one_runs_on_a_new_worker(sta
     assert service.finished(waiting)["status"] == "completed"
     assert service.worker_pid() != first
     assert not (service.state / "jobs" / victim).exists()
+    told = service.worker_lines().index(
+        "request follows"
+    )  # of a worker that is started for a job, not of the first
+    assert service.worker_lines()[told - 1 : told + 2] == [
+        f"start {service.worker_pid()}", "request follows", f"generate {waiting}",
+    ]  # fmt: skip
+    assert service.worker_lines().count("request follows") == 1
 
 
 def test_a_crash_can_mean_another_attempt_but_not_for_ever(start: Start) -> None:
