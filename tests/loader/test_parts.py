@@ -7,12 +7,12 @@ import struct
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from loader import plan_files
 from loader import reader as wire
+from loader.plain_files import plan_files
 from tests.loader.rungs import Rung, raw_bytes
 
 
@@ -30,6 +30,7 @@ def reader_with(sizes: list[int], mode: int = wire.RING) -> wire.Reader:
     return reader
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 3 * wire.PART_BYTES), min_size=1, max_size=12))
 def test_parts_cover_a_chunk_once_and_in_order(sizes: list[int]) -> None:
     cuts = reader_with(sizes).cut(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loader.plan_wire import ReadSettings
@@ -26,6 +26,7 @@ def test_kept_slots_hold_two_parts_for_each_thread(threads: int, slot_bytes: int
     assert slots * slot_bytes >= 2 * threads * PART_BYTES
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 50), st.data())
 def test_no_slot_is_lost_or_given_twice(count: int, keep: int, data: st.DataObject) -> None:
     stack = SlotStack(count, keep)
@@ -66,6 +67,6 @@ def test_the_slot_that_came_back_last_goes_first() -> None:
 
 @pytest.mark.parametrize("verify", [EDGES, WHOLE, AUTO])
 def test_every_thread_has_a_slot_to_hash_while_the_next_ones_are_read(verify: int) -> None:
-    settings = ReadSettings(RING, 13, verify, 16 << 20, 2 << 30, 16)
-    slots = slots_to_keep(settings.filling_bytes, settings.slot_bytes)
+    how = ReadSettings(RING, 13, verify, 16 << 20, 2 << 30, 16)
+    slots = slots_to_keep(how.filling_bytes, how.slot_bytes)
     assert slots == (7 if verify == EDGES else 26)
