@@ -323,8 +323,12 @@ class WorkerStart:
         self.run_natively(results, "native_kernels", None)
 
     def warm_up_natively(self, results: Results) -> None:
-        """The rest of them, for a waiting request."""
-        if results["request"] is not None:
+        """The rest of them, for a request that is there before torch is."""
+        if results["request"] is None:
+            return
+        if self.has_first_uses and "torch" in results:
+            self.timeline.note(native_warm_up={"problems": ["torch was ready before the request"]})
+        else:
             self.run_natively(results, "native_warm_up", results["request"])
 
     def run_natively(self, results: Results, note: str, request: Prepared | None) -> None:

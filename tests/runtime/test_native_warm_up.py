@@ -158,6 +158,13 @@ class AnyDevice(WorkerStart):
     has_first_uses = True  # type: ignore[assignment]
 
 
+def test_a_request_that_comes_after_torch_is_warmed_up_for_by_torch_alone() -> None:
+    start = AnyDevice(Settings(bundle="x", native_warm_up="all", device="cpu"), Timeline(), None, None, None)
+    start.preload = Preload()  # type: ignore[assignment]
+    start.warm_up_natively(Both(family=None, request=object(), torch=None))  # type: ignore[arg-type]
+    assert start.timeline.facts == {"native_warm_up": {"problems": ["torch was ready before the request"]}}
+
+
 def refuse(request: object, native: NativeTorch, items: Collection[str]) -> Iterator[str]:
     raise CapabilityError("called", where="operations")
 
