@@ -107,7 +107,7 @@ class Worker:
     def run(self, settings: Any) -> int:
         self.send("hello", protocol=PROTOCOL, pid=os.getpid())
         try:
-            self._read_from_now_on()
+            self.read_commands_from_now_on()
             engine, _ = bootstrap.start(settings, on_family=self._set_family, first=self._first)
             with engine:
                 reporter = threading.Thread(
@@ -140,7 +140,8 @@ class Worker:
             except (BrokenPipeError, ValueError):
                 self._abandoned.set()
 
-    def _read_from_now_on(self) -> None:
+    def read_commands_from_now_on(self) -> None:
+        """Start the thread that obeys commands. Raises: RequestError: the ranks' variables are wrong."""
         from runtime.parallel.environment import rank_environment
 
         if rank_environment().size > 1:

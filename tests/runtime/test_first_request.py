@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from loader.errors import RequestError
 from runtime.first_request import FirstRequest
+from runtime.worker import Worker
 
 BODY = {"prompt": "rain"}
 
@@ -73,3 +75,26 @@ def test_a_failed_start_lets_the_sender_go() -> None:
     thread.join(10)
     assert found == [None]
     assert not first.offer(BODY)
+
+
+@pytest.mark.parametrize(("ranks", "is_taken"), [(1, True), (2, False)])
+def test_several_ranks_leave_it_to_the_thread_that_reads_commands(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, is_taken: bool
+) -> None:
+    """Every rank would have to know it before it chooses what to load."""
+    for name, value in (("RANK", 0), ("WORLD_SIZE", ranks), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", ranks)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    asked, end, first = threading.Event(), threading.Event(), FirstRequest()
+    Worker(silent(asked, end), io.StringIO(), first).read_commands_from_now_on()
+    assert asked.wait(10)
+    assert first.offer(BODY) is is_taken
+    end.set()
+
+
+def silent(asked: threading.Event, end: threading.Event) -> Any:
+    """Commands of a parent that says nothing."""
+    asked.set()
+    end.wait(10)
+    yield from ()

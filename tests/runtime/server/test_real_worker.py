@@ -144,6 +144,22 @@ def test_the_weights_of_the_start_are_counted_and_can_be_traced(real: RealServic
     assert loads == {f"load {component}": int(float(size)) for component, size in read.items()}
 
 
+def test_a_worker_that_replaces_a_dead_one_starts_with_the_job_that_waits(real: RealService) -> None:
+    picture = (ROOT / "tests/cases/inputs/images/good.png").read_bytes()
+    doomed = real.create("long", num_frames=362)["id"]
+    job = real.client.post("/v1/videos", data={"prompt": "a"}, files={"first_frame": ("a", picture)}).json()
+    until(lambda: real.get(doomed)["phase"] == "denoise", "it denoises", 60)
+    dead = [entry["pid"] for entry in real.entries() if entry["event"] == "worker started"][-1]
+    os.kill(dead, signal.SIGKILL)
+    assert finished(real, doomed)["error"]["code"] == "interrupted"
+    assert finished(real, job["id"])["status"] == "completed"
+    start = real.client.get("/v1/startup").json()["data"][0]
+    assert start["pid"] != dead
+    assert start["facts"]["order"] == "fl2va/base-8"  # not what a start without a request loads
+    tracks = {span["name"]: span["track"] for span in start["spans"]}
+    assert tracks["request"] == "request"
+
+
 def test_torch_stays_in_the_worker(real: RealService) -> None:
     assert "/torch/" not in Path(f"/proc/{real.process.pid}/maps").read_text()
 
