@@ -120,6 +120,7 @@ def test_keyframes_and_refusals_of_the_real_family(real: RealService) -> None:
 
 
 def test_the_start_is_told(real: RealService) -> None:
+    finished(real, real.create("it belongs to the start if it is the first", num_frames=22)["id"])
     headline = real.client.get("/v1/startup").json()["data"][0]["headline"]
     assert 0 < headline["torch_ready"] < headline["first_dit_entry"] < headline["mp4_complete"]
     assert httpx.get(f"{real.url}/livez").json() == {"status": "ok"}
