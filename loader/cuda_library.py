@@ -7,6 +7,7 @@ For the process that imports torch: ctypes is there already and lets go of the i
 from __future__ import annotations
 
 import ctypes
+import functools
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,16 @@ _ARGUMENTS = {
     "cuMemRelease": (c_uint64,),
     "cuGetErrorName": (c_int, ctypes.POINTER(c_char_p)),
 }
+
+
+@functools.cache
+def cuda_library() -> CudaLibrary:
+    """The process's one. Opening it and looking up its functions waits for the dynamic linker with the interpreter lock held,
+    so a program that maps large libraries on a thread calls this before.
+
+    Raises: CapabilityError: see `CudaLibrary`.
+    """
+    return CudaLibrary()
 
 
 class CudaLibrary:

@@ -7,7 +7,7 @@ from pathlib import Path
 from loader import budget
 from loader import reader as wire
 from loader.collector import Patience, Transport
-from loader.cuda_library import CudaLibrary
+from loader.cuda_library import cuda_library
 from loader.device_session import DeviceSession
 from loader.devices import device_ordinal
 from loader.driver import CudaDriver
@@ -135,7 +135,7 @@ class _DeviceLoad:
         self._adopt(link)
         driver = options.driver
         return RemoteUpload(
-            self.plan, process, link, lambda: driver or CudaLibrary(), self._intake, self.progress, self.rows,
+            self.plan, process, link, lambda: driver or cuda_library(), self._intake, self.progress, self.rows,
             self._patience, None if options.path else self.open_local,
         )  # fmt: skip
 

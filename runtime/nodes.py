@@ -14,6 +14,7 @@ is done elsewhere or before the libraries are mapped.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -134,7 +135,15 @@ class WorkerStart:
         if self.settings.torch_trims == "all":
             from runtime.torch_preload import start_preload
 
-            self.preload = start_preload()
+            self.preload = start_preload(first=self.open_driver)
+
+    def open_driver(self) -> None:
+        """The driver's library for the loader, which needs it while torch's are being mapped."""
+        if self.device == "cuda":
+            from loader.cuda_library import cuda_library
+
+            with contextlib.suppress(CapabilityError):  # the loader will say so
+                cuda_library()
 
     def spawn_processes(self) -> None:
         """The uploader for a GPU, which reads as well, or a reader, unless a rung of the loader is forced that has neither."""

@@ -73,16 +73,22 @@ def find_torch() -> TorchInstall:
 
 
 class Preload:
-    """Shared libraries of torch being mapped on a thread."""
+    """Shared libraries of torch being mapped on a thread.
 
-    def __init__(self, paths: Sequence[str]) -> None:
+    Args:
+        first: what must look for functions of other libraries before the dynamic linker is busy.
+    """
+
+    def __init__(self, paths: Sequence[str], first: Callable[[], None] = lambda: None) -> None:
         self.paths = paths
+        self._first = first
         self.seconds: float | None = None
         self.problem = ""
         self._thread = threading.Thread(target=self._run, name="preload", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
+        self._first()
         start_ns = time.monotonic_ns()
         try:
             dlopen, dlerror = _loader_functions()
@@ -116,7 +122,7 @@ def _loader_functions() -> tuple[Callable[[bytes, int], int | None], Callable[[]
     return library.dlopen, library.dlerror
 
 
-def start_preload(install: TorchInstall | None = None) -> Preload:
+def start_preload(install: TorchInstall | None = None, first: Callable[[], None] = lambda: None) -> Preload:
     """Begin to map torch's libraries in the order in which torch opens them; what is absent is left out.
 
     Libraries that contain Python bindings are not touched: their initialisation needs the interpreter lock.
@@ -124,7 +130,7 @@ def start_preload(install: TorchInstall | None = None) -> Preload:
     directory = (install or find_torch()).directory
     names = ("libtorch_global_deps.so", "libtorch_cpu.so", "libtorch_cuda.so", "libtorch.so")
     paths = [os.path.join(directory, "lib", name) for name in names]
-    return Preload([path for path in paths if os.path.exists(path)])
+    return Preload([path for path in paths if os.path.exists(path)], first)
 
 
 def let_openmp_sleep() -> None:
