@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Sequence
 from html import escape
@@ -195,6 +196,7 @@ def _round_step(total_s: float) -> float:
 
 
 def _write_text(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
+    """Beside its name, then renamed; two threads may write one timeline at a time."""
+    partial = path.with_name(f"{path.name}.{threading.get_ident()}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

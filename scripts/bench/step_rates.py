@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from runtime.families.minimax_h3.config import TransformerConfig
-from runtime.families.minimax_h3.model.warm_denoiser import product_shapes
+from runtime.families.minimax_h3.products import block_products
 from runtime.ops.attention import Attention
 
 PRODUCTS = ("to_qkv", "to_out", "ff_in", "ff_out")
@@ -29,7 +29,7 @@ _KINDS = {
 
 def block_operations(config: TransformerConfig, rows: int) -> dict[str, float]:
     """Operations of each product and of attention in one block; a multiply-add is two."""
-    shapes = zip(PRODUCTS, product_shapes(config), strict=True)
+    shapes = zip(PRODUCTS, block_products(config), strict=True)
     result = {name: 2.0 * rows * width * inner for name, (width, inner) in shapes}
     return result | {"attention": 4.0 * rows**2 * config.num_attention_heads * config.attention_head_dim}
 
@@ -71,7 +71,7 @@ def product_seconds(
     """Library -> product -> seconds of one call, on normal values of the size that a network has."""
     libraries = LIBRARIES if device == "cuda" else LIBRARIES[:1]
     result: dict[str, dict[str, float]] = {library: {} for library in libraries}
-    for name, (width, inner) in zip(PRODUCTS, product_shapes(config), strict=True):
+    for name, (width, inner) in zip(PRODUCTS, block_products(config), strict=True):
         weight = torch.empty(width, inner, dtype=dtype, device=device).normal_(0, 0.02)
         x = torch.empty(rows, inner, dtype=dtype, device=device).normal_()
         for library in libraries:
