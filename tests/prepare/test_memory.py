@@ -46,8 +46,8 @@ def _write_checkpoint(folder: Path, num_layers: int) -> int:
 def test_peak_memory_is_independent_of_the_checkpoints_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = [_write_checkpoint(tmp_path / str(layers), layers) for layers in (1, 4)]
-    places = [str(tmp_path / name) for name in ("1", "out-1", "4", "out-4")]
+    sizes = [_write_checkpoint(tmp_path / str(layers), layers) for layers in (1, 8)]
+    places = [str(tmp_path / name) for name in ("1", "out-1", "8", "out-8")]
     done = subprocess.run(
         [sys.executable, "-c", _MEASURED, *places], check=True, capture_output=True, text=True
     )
@@ -57,5 +57,6 @@ def test_peak_memory_is_independent_of_the_checkpoints_size(
             f"{size / 1e6:.0f} MB at {peak / 1e6:.0f} MB" for size, peak in zip(sizes, peaks, strict=True)
         )
         sys.stdout.write(f"\n  prepare: {', then '.join(lines)}\n")
-    assert sizes[1] - sizes[0] > 40_000_000
+    assert sizes[1] - sizes[0] > 100_000_000
+    # A buffer of 9 MB is reused or not, as the writer's thread happens to be on time.
     assert peaks[1] - peaks[0] < (sizes[1] - sizes[0]) / 8
