@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 MIB = 1 << 20
 _DEFAULT_RING = 2 << 30
-SHARED_RING = (
-    512 * MIB
-)  # its first pass is slow: small pages, which every process that copies from them maps for itself
+# Its first pass is slow: small pages, which every process that copies from them maps for itself.
+SHARED_RING = 512 * MIB
 _MAX_RING = 8 << 30
 _SMALL_RING = 512 * MIB
 _SMALL_SLOT = 4 * MIB

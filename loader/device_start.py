@@ -93,7 +93,7 @@ class _DeviceLoad:
             pool_bytes=self.choice.bytes,
             cpus=cpus.value,
             most_threads=budget.most_threads(threads.value, options.threads, options.storage_gbps),
-            part_bytes=options.part_bytes or wire.PART_BYTES,
+            part_bytes=options.part_bytes,
             rate=(options.storage_gbps or 0.0) * 1e9,
             fault=options.storage_fault,
         )

@@ -26,7 +26,7 @@ from loader.host_link import (
     REQUESTS_OF_MEMBER,
     receive_messages,
 )
-from loader.slots import SlotStack, slots_to_keep
+from loader.slots import SlotStack
 
 _PEER = 12  # bytes of struct ucred
 _ENDING_S = 5.0  # for the leader to find out how the reader ended
@@ -171,7 +171,7 @@ class Hub:
                 self._ended = f"the host's reader failed: {text.decode('utf-8', 'replace')}"
             else:
                 if kind == wire.GREW:
-                    self._slots.keep = slots_to_keep(wire.RECORD.unpack(record)[4], self._ring[1])
+                    self._slots.reader_grew(wire.RECORD.unpack(record)[4], self._ring[1])
                 for member in range(self._size):
                     self._deliver(member, record)
         self._give_slots()

@@ -109,7 +109,7 @@ class HostReader:
             slot_bytes=choice.slot_bytes,
             pool_bytes=choice.bytes,
             cpus=cpus.value,
-            part_bytes=options.part_bytes or wire.PART_BYTES,
+            part_bytes=options.part_bytes,
             rate=(options.storage_gbps or 0.0) * 1e9,
             fault=options.storage_fault,
         )

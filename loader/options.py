@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from loader.errors import CapabilityError
 from loader.plan_wire import VERIFY_LEVELS
+from loader.reader import PART_BYTES
 
 if TYPE_CHECKING:
     from loader.driver import Driver
@@ -40,7 +41,7 @@ class StreamOptions:
     reader: str | None = None
     ring_bytes: int | None = None
     slot_bytes: int | None = None
-    part_bytes: int | None = None
+    part_bytes: int = PART_BYTES
     staging_slots: int | None = None
     reserve_bytes: int = 0
     storage_gbps: float | None = None

@@ -1,7 +1,8 @@
 """The reader: many threads move file bytes into a ring or into host arenas, in plan order.
 
 Runs as threads of an uploader process, as a bare child (`python -S -E -I reader.py …`), or as threads of the parent, which
-imports this file for the wire format. It may import nothing but a short list of the standard library: start-up time is most of its reason to exist.
+imports this file for the wire format. It may import nothing but a short list of the standard library: start-up time is
+most of its reason to exist.
 
 Wire format, all little-endian. `free` (to the reader): 4-byte slot numbers, end of file = stop. `full` (from it):
 64-byte records. `ctl` (to it): u32 length, u8 kind, payload. The plan lies in a memfd:
@@ -67,9 +68,8 @@ _HASH_BYTES_PER_S = (
 )
 _GROW_AFTER_S, _GROW_BELOW = 0.5, 3e9
 _MAX_READ = 16 << 20
-PART_BYTES = (
-    4 << 20
-)  # of a chunk, for one thread: all of them fill few slots at a time, which the caches can hold
+# Of a chunk, for one thread: all threads fill few slots at a time, which the caches can hold.
+PART_BYTES = 4 << 20
 _PARTS_OF_A_CHUNK = 4  # as a rule
 
 

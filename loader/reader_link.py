@@ -130,10 +130,23 @@ class _Pipes:
         self.write(self.ctl[1], wire.MESSAGE.pack(len(payload), kind) + payload)
 
 
+class _Piped:
+    """What every reader behind pipes does with them alone."""
+
+    def __init__(self, pipes: _Pipes) -> None:
+        self._pipes = pipes
+        self.read_records, self.give_slots, self.send = pipes.read_records, pipes.give_slots, pipes.send
+
+    @property
+    def records_fd(self) -> int:
+        return self._pipes.full[0]
+
+
 def _write_plan(memory: int, plan: bytes) -> int:
     """Into a memfd, with room for last words; bytes of the plan."""
     os.ftruncate(memory, len(plan) + wire.ERROR_BYTES)
-    return os.pwrite(memory, plan, 0)
+    os.pwrite(memory, plan, 0)
+    return len(plan)
 
 
 def _plan_message(plan: bytes, cpus: Sequence[int]) -> bytes:
@@ -146,7 +159,7 @@ def _crash_text(memory: int, plan_bytes: int) -> str:
     return text.partition(b"\0")[0].decode("utf-8", "replace")
 
 
-class ChildReader:
+class ChildReader(_Piped):
     """A reader in a process of its own. Created by `spawn_reader`."""
 
     kind = "child"
@@ -154,18 +167,13 @@ class ChildReader:
     recycles = True
 
     def __init__(self, child: Child, pipes: _Pipes, fds: tuple[int, int, int]) -> None:
+        super().__init__(pipes)
         self.pid = child.pid
         self._child = child
-        self._pipes = pipes
         self._pool, self._plan, self._rows = fds
         self._lock = threading.Lock()
         self._is_closed = False
         self._plan_bytes = 0
-        self.read_records, self.give_slots, self.send = pipes.read_records, pipes.give_slots, pipes.send
-
-    @property
-    def records_fd(self) -> int:
-        return self._pipes.full[0]
 
     def begin(self, plan: bytes, pool_bytes: int, cpus: Sequence[int] = ()) -> None:
         os.ftruncate(self._pool, pool_bytes)
@@ -254,7 +262,7 @@ def _script() -> str:
     return str(cached) if fresh or unchecked else str(source)
 
 
-class EmbeddedReader:
+class EmbeddedReader(_Piped):
     """A reader that is to run as threads of an uploader process, whose private memory the ring is.
 
     Raises: OSError: no shared memory here, for the plan and for rows.
@@ -265,16 +273,11 @@ class EmbeddedReader:
     recycles = True
 
     def __init__(self, process: UploaderProcess) -> None:
+        super().__init__(_Pipes())
         self._process = process
-        self._pipes = _Pipes()
         self._memory: list[int] = []
         self._lock = threading.Lock()
         self._plan_bytes = 0
-        self.read_records, self.give_slots, self.send = (
-            self._pipes.read_records,
-            self._pipes.give_slots,
-            self._pipes.send,
-        )
         try:
             self._memory += [
                 os.memfd_create(f"coldframe-{name}", os.MFD_CLOEXEC) for name in ("plan", "rows")
@@ -282,10 +285,6 @@ class EmbeddedReader:
         except (OSError, AttributeError) as error:
             self.close()
             raise OSError(f"no memory to share: {error}") from error
-
-    @property
-    def records_fd(self) -> int:
-        return self._pipes.full[0]
 
     def begin(self, plan: bytes, pool_bytes: int, cpus: Sequence[int] = ()) -> None:
         self._plan_bytes = _write_plan(self._memory[0], plan)
@@ -324,7 +323,7 @@ class EmbeddedReader:
             os.close(fd)
 
 
-class ThreadReader:
+class ThreadReader(_Piped):
     """The same reader as threads of this process, for places that refuse a child or shared memory.
 
     Args:
@@ -336,7 +335,7 @@ class ThreadReader:
     recycles = True
 
     def __init__(self, pool: memoryview | None = None) -> None:
-        self._pipes = _Pipes()
+        super().__init__(_Pipes())
         self._pool = pool
         self._rows: dict[int, bytes] = {}
         self._crash = ""
@@ -346,21 +345,12 @@ class ThreadReader:
         self._reader = wire.Reader(
             self._pipes.free[0], self._pipes.full[1], self._pipes.ctl[0], self._put_rows, self._note
         )
-        self.read_records, self.give_slots, self.send = (
-            self._pipes.read_records,
-            self._pipes.give_slots,
-            self._pipes.send,
-        )
 
     def _put_rows(self, place: int, data: memoryview) -> None:
         self._rows[place] = bytes(data)
 
     def _note(self, text: str) -> None:
         self._crash = text
-
-    @property
-    def records_fd(self) -> int:
-        return self._pipes.full[0]
 
     def begin(self, plan: bytes, pool_bytes: int, cpus: Sequence[int] = ()) -> None:
         if self._pool is None:

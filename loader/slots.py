@@ -30,6 +30,10 @@ class SlotStack:
         self._given = given
         self._free: list[int] = []
 
+    def reader_grew(self, filling_bytes: int, slot_bytes: int) -> None:
+        """Its threads fill this much at a time from here on. A stack that keeps nothing back stays so."""
+        self.keep = max(self.keep, slots_to_keep(filling_bytes, slot_bytes))
+
     def filled(self, count: int) -> None:
         """The reader has filled `count` of those that it was given."""
         self._given -= count

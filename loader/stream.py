@@ -249,7 +249,7 @@ def _start_host(
         pool_bytes=bases[-1],
         cpus=cpus.value,
         most_threads=budget.most_threads(threads, options.threads, options.storage_gbps),
-        part_bytes=options.part_bytes or wire.PART_BYTES,
+        part_bytes=options.part_bytes,
         rate=(options.storage_gbps or 0.0) * 1e9,
         fault=options.storage_fault,
     )

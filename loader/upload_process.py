@@ -21,7 +21,6 @@ from importlib import import_module
 from loader import reader as wire
 from loader import upload_wire as talk
 from loader.errors import CapabilityError, InternalError, WorkerError
-from loader.slots import slots_to_keep
 
 TYPE_CHECKING = False  # the typing module costs as much as everything else here
 if TYPE_CHECKING:
@@ -255,7 +254,7 @@ class Upload:
             (full if kind == wire.FULL else news).append(record)
             self.is_done = self.is_done or kind == wire.DONE
             if kind == wire.GREW:
-                self._slots.keep = slots_to_keep(wire.RECORD.unpack(record)[4], self._work.slot_bytes)
+                self._slots.reader_grew(wire.RECORD.unpack(record)[4], self._work.slot_bytes)
         self._waiting += full
         self._slots.filled(len(full))
         self._upload_waiting()

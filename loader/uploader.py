@@ -24,7 +24,7 @@ from loader.intake import Intake, Record
 from loader.load_plan import LoadPlan
 from loader.progress import LoadProgress, closed_error
 from loader.row_gather import RowDesk
-from loader.slots import SlotStack, slots_to_keep
+from loader.slots import SlotStack
 
 _POLL_MS = 1  # while copies are in flight
 _SWITCH_INTERVAL_S = (
@@ -183,7 +183,7 @@ class Uploader:
             return
         for record in others:
             if record[0] == wire.GREW:
-                self._slots.keep = slots_to_keep(record[4], session.ring.choice.slot_bytes)
+                self._slots.reader_grew(record[4], session.ring.choice.slot_bytes)
             self._intake.handle(record)
 
     def _upload_waiting(self, session: DeviceSession) -> bool:

@@ -52,9 +52,8 @@ class UploaderProcess:
         try:
             try:
                 data, fds = self._receive()
-            except (
-                ConnectionResetError
-            ):  # it ended before it read all that it was sent; its last words come after that
+            except ConnectionResetError:
+                # It ended before it read all that it was sent; its last words come after that.
                 data, fds = self._receive()
         except OSError:
             return None

@@ -65,16 +65,13 @@ class FirstRequest:
             self._is_open = False
             self._changed.notify_all()
 
-    def settle(self, outcome: Prepared | Exception) -> None:
-        """Say what became of the request."""
-        self._settle(outcome)
-
     def abandon(self) -> None:
-        """The start has failed: whoever waits is let go. Does nothing to a request that is settled."""
+        """The start has failed: whoever waits is let go."""
         self.close()
-        self._settle(None)
+        self.settle(None)
 
-    def _settle(self, outcome: Prepared | Exception | None) -> None:
+    def settle(self, outcome: Prepared | Exception | None) -> None:
+        """Say what became of the request. Does nothing to one that is settled."""
         with self._changed:
             if not self._is_settled:
                 self._is_settled, self._outcome = True, outcome

@@ -65,6 +65,15 @@ def test_the_slot_that_came_back_last_goes_first() -> None:
     assert stack.take() == [0]
 
 
+def test_a_reader_that_grew_gets_more_and_never_less() -> None:
+    stack = SlotStack(128, 7)
+    stack.reader_grew(64 * PART_BYTES, 4 * PART_BYTES)
+    assert stack.keep == 32
+    everything = SlotStack(128, 128)
+    everything.reader_grew(64 * PART_BYTES, 4 * PART_BYTES)
+    assert everything.keep == 128
+
+
 @pytest.mark.parametrize("verify", [EDGES, WHOLE, AUTO])
 def test_every_thread_has_a_slot_to_hash_while_the_next_ones_are_read(verify: int) -> None:
     how = ReadSettings(RING, 13, verify, 16 << 20, 2 << 30, 16)

@@ -54,10 +54,8 @@ class TokenProcess:
 def main(arguments: Sequence[str]) -> None:
     """The process: load, answer the one question, end. Without an answer where that fails, or when the parent is gone."""
     descriptor, _, path = arguments
-    with (
-        socket.socket(fileno=int(descriptor)) as parent,
-        contextlib.suppress(Exception),
-    ):  # the parent finds out why
+    # Whatever fails here, the parent makes the tokens itself and finds out why.
+    with socket.socket(fileno=int(descriptor)) as parent, contextlib.suppress(Exception):
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(path)
