@@ -1,9 +1,9 @@
 """Maps a shared ring's pages into this process before they are pinned.
 
 Pinning memory that another process fills takes one page fault for every 4 KiB (0.24 s a GiB on an H200 host), five times
-as long as pinning pages that are mapped already. The kernel maps them here, many for each fault, ahead of the uploader; a call
-into it through `ctypes` leaves the interpreter to others. Without any effect where the kernel
-cannot (before Linux 5.14): pinning takes its time then.
+as long as pinning pages that are mapped already. The kernel maps them here, many for each fault, ahead of the uploader;
+a call into it through `ctypes` leaves the interpreter to others. Without any effect where the kernel cannot (before
+Linux 5.14): pinning takes its time then.
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 
 It makes a context while the parent still plans, reads files with threads of its own into a private ring (or finds them in
 a ring that it shares with another process), allocates device memory that the parent imports, and copies full slots into
-it. Afterwards the context goes, and the reader stays for as long as the parent wants rows. Order is as in `loader.uploader`: first-time slots are pinned → copies on one stream → one
-event for the batch; slots go back, and chunks are reported, only when their event is seen complete. Standard library and
-`cuda.bindings` only. The end of the socket means: stop at the safe point and go.
+it. Afterwards the context goes, and the reader stays for as long as the parent wants rows.
+
+Order is as in `loader.uploader`: first-time slots are pinned → copies on one stream → one event for the batch; slots go
+back, and chunks are reported, only when their event is seen complete. Standard library and `cuda.bindings` only. The end of
+the socket means: stop at the safe point and go.
 """
 
 from __future__ import annotations

@@ -79,10 +79,15 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
+def probe_command(directory: Path, device: str, schedule: str) -> list[str]:
+    """A start with the request that all of these benches use."""
+    command = [sys.executable, "-m", "runtime.cli", "probe", str(directory), *SHAPE, *PROMPT]
+    return [*command, "--device", device, "--schedule", schedule]
+
+
 def _probe(args: argparse.Namespace, *options: str, schedule: str = "", timeline: str = "") -> dict[str, Any]:
     """One fresh process; its report, with the wall time from before the process existed."""
-    command = [sys.executable, "-m", "runtime.cli", "probe", str(args.directory), *SHAPE, *PROMPT]
-    command += ["--device", args.device, "--schedule", schedule or args.schedule, *options]
+    command = [*probe_command(args.directory, args.device, schedule or args.schedule), *options]
     if timeline and args.timelines:
         args.timelines.mkdir(parents=True, exist_ok=True)
         command += ["--timeline", str(args.timelines / f"{timeline}.json")]

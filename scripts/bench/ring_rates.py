@@ -47,8 +47,10 @@ manifest = read_manifest(directory)
 groups = manifest.orders[order]
 options = StreamOptions(threads=threads, part_bytes=part, slot_bytes=slot, ring_bytes=ring)
 with start(plan_load(manifest, groups), directory, device=device, options=options) as stream:
-    for group in groups:
-        stream._progress.wait(stream.plan.group_index(group))
+    while stream.failure is None and not all(stream.is_ready(group) for group in groups):
+        time.sleep(0.002)
+    if stream.failure is not None:
+        raise stream.failure
     done = [(mark.end_ns, mark.bytes) for mark in stream.marks() if mark.name.startswith("group ")]
     path, total = stream.path, stream.plan.total_bytes
 done.sort()

@@ -13,13 +13,12 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.cold_start import PROMPT, SHAPE
+from scripts.bench.cold_start import probe_command
 from scripts.bench.common import storage, write_result
 
 MARKS = ("first_read", "torch_ready", "conditioner_done", "first_dit_entry", "all_weights_resident")
@@ -54,16 +53,8 @@ def _start(options: argparse.Namespace, settings: Mapping[str, str]) -> dict[str
     """One fresh process: its marks and spans in seconds, or how it failed."""
     with tempfile.TemporaryDirectory() as folder:
         timeline = Path(folder) / "timeline.json"
-        command = [sys.executable, "-m", "runtime.cli", "probe", str(options.directory), *SHAPE, *PROMPT]
-        command += [
-            "--device",
-            options.device,
-            "--schedule",
-            options.schedule,
-            "--wait",
-            "--timeline",
-            str(timeline),
-        ]
+        command = probe_command(options.directory, options.device, options.schedule)
+        command += ["--wait", "--timeline", str(timeline)]
         done = subprocess.run(
             command, capture_output=True, text=True, env={**os.environ, **settings}, check=False
         )
