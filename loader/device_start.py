@@ -27,7 +27,7 @@ from loader.upload_wire import work_of
 from loader.uploader import Uploader
 from loader.uploader_link import UploaderProcess
 
-_PARENTS_CPUS = 3  # the import, the uploader and its driver run beside the reader's threads
+_PARENTS_CPUS = 6  # the import, the token process, the uploader and its driver run beside the readers
 
 
 def start_device(
