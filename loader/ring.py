@@ -52,6 +52,10 @@ class Ring:
     def address(self, slot: int) -> int:
         return self._base + slot * self.choice.slot_bytes
 
+    def is_pinned(self, slot: int) -> bool:
+        """Whether nothing is left to do before a copy from `slot`; also where nothing is pinned slot by slot."""
+        return self.pinning != "register" or slot in self._registered
+
     def pin(self, slot: int) -> bool:
         """Pin a slot that was just filled for the first time; nothing for others.
 
@@ -59,7 +63,7 @@ class Ring:
         as 256 MiB of pinned ones remain; below that they stay and are copied as pageable memory, as all do if none may
         leave.
         """
-        if self.pinning != "register" or slot in self._registered:
+        if self.is_pinned(slot):
             return True
         if not self.refusal:
             try:

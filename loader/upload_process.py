@@ -4,9 +4,9 @@ It makes a context while the parent still plans, reads files with threads of its
 a ring that it shares with another process), allocates device memory that the parent imports, and copies full slots into
 it. Afterwards the context goes, and the reader stays for as long as the parent wants rows.
 
-Order is as in `loader.uploader`: first-time slots are pinned → copies on one stream → one event for the batch; slots go
-back, and chunks are reported, only when their event is seen complete. Standard library and `cuda.bindings` only. The end of
-the socket means: stop at the safe point and go.
+Order is as in `loader.uploader`, but for slots of the first time, which come when a thread has pinned them: copies on one
+stream → one event for the batch; slots go back, and chunks are reported, only when their event is seen complete. Standard
+library and `cuda.bindings` only. The end of the socket means: stop at the safe point and go.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from importlib import import_module
 from loader import reader as wire
 from loader import upload_wire as talk
 from loader.errors import CapabilityError, InternalError, WorkerError
+from loader.pinner import Pinner
 
 TYPE_CHECKING = False  # the typing module costs as much as everything else here
 if TYPE_CHECKING:
@@ -148,11 +149,12 @@ def _make_driver(factory: str) -> Driver:
 
 
 class Upload:
-    """One load: device memory, ring and stream, then the copies. Everything happens on one thread."""
+    """One load: device memory, ring and stream, then the copies. Everything but pinning happens on one thread."""
 
     def __init__(
         self,
         driver: Driver,
+        context: int,
         ordinal: int,
         work: talk.UploadWork,
         fds: tuple[int, int],
@@ -177,9 +179,11 @@ class Upload:
         self._reported_s = time.monotonic()
         self._missing = list(work.missing)
         self._has_copied = False
-        self._pin_ns = 0
+        self._spent: set[int] = set()  # slots that are not filled again
+        self._has_told_refusal = False
         self.pinned = ("", 0, 0)  # of a mark, once the ring was given back
         self.is_done = False
+        self._pinner = Pinner(driver, context, ring)
         try:
             self._open(ordinal)
         except WorkerError as error:
@@ -218,15 +222,19 @@ class Upload:
     @property
     def _is_idle(self) -> bool:
         is_unpacked = self._unpacker is None or self._unpacker.is_idle
-        return is_unpacked and not (self._in_flight or self._waiting)
+        return is_unpacked and not (self._in_flight or self._waiting or self._pinner.pending)
 
     def run(self, sock: socket.socket) -> None:
         """Until every chunk is on the device. Raises: Stop; Refused: no copy was made and none can be; EOFError: no reader."""
         poll = select.poll()
         poll.register(self._full, select.POLLIN)
         poll.register(sock.fileno(), select.POLLIN)
+        poll.register(self._pinner.fd, select.POLLIN)
         while not (self.is_done and self._is_idle):
             for fd, _ in poll.poll(self._patience_ms()):
+                if fd == self._pinner.fd:
+                    self._take_pinned()
+                    continue
                 if fd != self._full:
                     raise Stop
                 data = os.read(self._full, wire.RECORD.size * 1024)
@@ -248,17 +256,23 @@ class Upload:
         return int(_REPORT_S * 1000) if self._loaded else None
 
     def _handle(self, data: bytes) -> None:
+        assert self._ring is not None, "not closed yet"
         news: list[bytes] = []
-        full: list[bytes] = []
         for place in range(0, len(data), wire.RECORD.size):
             record = data[place : place + wire.RECORD.size]
             kind = record[0]
-            (full if kind == wire.FULL else news).append(record)
+            if kind == wire.FULL:
+                slot = wire.RECORD.unpack(record)[2]
+                if self._ring.is_pinned(slot):
+                    self._waiting.append(record)
+                else:
+                    self._pinner.put(record, slot)
+                self._slots.filled(1)
+            else:
+                news.append(record)
             self.is_done = self.is_done or kind == wire.DONE
             if kind == wire.GREW:
                 self._slots.reader_grew(wire.RECORD.unpack(record)[4], self._work.slot_bytes)
-        self._waiting += full
-        self._slots.filled(len(full))
         self._upload_waiting()
         for start in range(0, len(news), talk.RECORDS_PER_PACKET):
             self._post.send(talk.NEWS, b"".join(news[start : start + talk.RECORDS_PER_PACKET]))
@@ -268,6 +282,7 @@ class Upload:
         while batch := self._next_batch():
             self._upload(batch)
             self._collect()
+            self._give_slots()
 
     def _next_batch(self) -> list[bytes]:
         batch: list[bytes] = []
@@ -286,7 +301,7 @@ class Upload:
         assert self._stream is not None, "open() has made a stream"
         driver, stream, arenas, unpacker = self._driver, self._stream, self._arenas, self._unpacker
         fields = [wire.RECORD.unpack(record)[1:3] for record in records]
-        reusable = self._pin([slot for _, slot in fields])
+        reusable = [slot for _, slot in fields if slot not in self._spent]
         copied: list[bytes] = []  # there as soon as they are copied
         for record, (chunk, slot) in zip(records, fields, strict=True):
             base = self._ring.address(slot)
@@ -303,19 +318,20 @@ class Upload:
         self._in_flight.append((event, reusable, copied))
         driver.event_record(event, stream)
 
-    def _pin(self, slots: list[int]) -> list[int]:
-        """Pin filled slots; the ones that may be filled again. Raises: Refused: nothing can be pinned."""
+    def _take_pinned(self) -> None:
+        """Raises: Refused: nothing can be pinned."""
         ring = self._ring
         assert ring is not None, "not closed yet"
-        was_refused, start = ring.refusal, time.monotonic_ns()
-        reusable = [slot for slot in slots if ring.pin(slot)]
-        self._pin_ns += time.monotonic_ns() - start
-        if ring.refusal and not was_refused:
+        for record, slot, is_reusable in self._pinner.take():
+            self._waiting.append(record)
+            if not is_reusable:
+                self._spent.add(slot)
+        if ring.refusal and not self._has_told_refusal:
+            self._has_told_refusal = True
             if not ring.pinned_bytes and not self._has_copied:
                 raise Refused(InternalError(ring.refusal, where="uploader process"))
-            asked, got = ring.choice.bytes, ring.pinned_bytes
-            self._post.mark(f"warning: pinned {got} of {asked} bytes: {ring.refusal}", start, got)
-        return reusable
+            asked, got, now = ring.choice.bytes, ring.pinned_bytes, time.monotonic_ns()
+            self._post.mark(f"warning: pinned {got} of {asked} bytes: {ring.refusal}", now, got)
 
     def _collect(self) -> None:
         """Keep slots of copies that are complete, and records of what is in its place."""
@@ -367,6 +383,7 @@ class Upload:
 
     def _give_back(self) -> None:
         driver, start = self._driver, time.monotonic_ns()
+        self._pinner.stop()
         if self._stream is not None:
             driver.stream_synchronize(self._stream)
             driver.stream_destroy(self._stream)
@@ -381,7 +398,11 @@ class Upload:
             pinned = self._ring.pinned_bytes
             self._ring.close()
             self._ring = None
-            self.pinned = f"uploader: unpinned the ring, pinned in {self._pin_ns / 1e9:.3f} s", start, pinned
+            self.pinned = (
+                f"uploader: unpinned the ring, pinned in {self._pinner.seconds:.3f} s",
+                start,
+                pinned,
+            )
         for pointer, mapped in self._arenas:
             driver.shared_free(pointer, mapped)
         self._arenas.clear()
@@ -466,7 +487,9 @@ def _serve(sock: socket.socket, post: Post, opening: Opening, ordinal: int) -> N
     prefault = _start_prefault(memory, work) if reader is None else None
     ring = Ring(driver, memory, RingChoice(work.slots, work.slot_bytes, ""), "register", work.may_shrink)
     del memory  # it goes with the ring
-    upload = Upload(driver, ordinal, work, (full, free), ring, SlotStack(work.slots, work.keep), post)
+    upload = Upload(
+        driver, opening.context, ordinal, work, (full, free), ring, SlotStack(work.slots, work.keep), post
+    )
     try:
         upload.run(sock)
     except BaseException:

@@ -9,6 +9,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 
 from loader.errors import InternalError
 from tests.fakes.driver import FakeDriver
@@ -53,6 +54,33 @@ def no_pinning() -> FakeDriver:
 
 def little_pinning() -> FakeDriver:
     return _checked(FakeDriver(pin_limit=8192))
+
+
+class _PinsLate(FakeDriver):
+    """The third slot is pinned only after more copies than the first two slots hold at a time."""
+
+    def host_register(self, address: int, size: int) -> None:
+        deadline = time.monotonic() + 20
+        while len(self.registered) == 2 and self.copies < 5:
+            if time.monotonic() > deadline:
+                raise InternalError("copies wait for a slot that is being pinned", where="fake driver")
+            time.sleep(0.001)
+        super().host_register(address, size)
+
+
+def pins_late() -> FakeDriver:
+    return _checked(_PinsLate())
+
+
+class _BreaksPinning(FakeDriver):
+    def host_register(self, address: int, size: int) -> None:
+        if len(self.registered) == 2:
+            raise InternalError("sticky error of registration", where="fake driver")
+        super().host_register(address, size)
+
+
+def breaks_pinning() -> FakeDriver:
+    return _BreaksPinning()
 
 
 def small_device() -> FakeDriver:

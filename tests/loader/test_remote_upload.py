@@ -172,6 +172,13 @@ def test_partly_refused_registration_shrinks_the_ring(prepared: Prepared, manife
     driver.finish()
 
 
+def test_copies_do_not_wait_for_a_slot_that_is_being_pinned(prepared: Prepared, manifest: Manifest) -> None:
+    driver = FakeDriver()
+    with begin(prepared, manifest, driver, "pins_late", path="U") as stream:
+        assert contents(stream, driver) == expected(prepared, manifest)
+    driver.finish()
+
+
 def test_factory_is_a_test_hook(
     prepared: Prepared, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +199,14 @@ def test_sticky_error_ends_the_load(prepared: Prepared, manifest: Manifest) -> N
     driver = FakeDriver()
     stream = begin(prepared, manifest, driver, "broken_copy")
     with stream, pytest.raises(InternalError, match="CUDA driver: sticky error; found 700"):
+        stream.wait_all()
+    driver.finish()
+
+
+def test_an_error_while_pinning_ends_the_load(prepared: Prepared, manifest: Manifest) -> None:
+    driver = FakeDriver()
+    stream = begin(prepared, manifest, driver, "breaks_pinning")
+    with stream, pytest.raises(InternalError, match="sticky error of registration"):
         stream.wait_all()
     driver.finish()
 
