@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import mmap
 
+TYPE_CHECKING = False  # the typing module costs as much as everything else on the way to the first copy
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HUGE_PAGE = 2 << 20
+
 
 def private_memory(size: int) -> mmap.mmap:
     """Anonymous memory in huge pages where the kernel allows them.
@@ -18,3 +24,23 @@ def private_memory(size: int) -> mmap.mmap:
     except OSError:
         return memory  # the kernel has them switched off
     return memory
+
+
+def first_touch(memory: mmap.mmap, page_bytes: int = HUGE_PAGE) -> Callable[[int, int], None]:
+    """A function of (first, count) that makes the pages which begin in these bytes of `memory` exist.
+
+    It writes a zero to the first byte of each page, so it must come before anything is read there. A system call that
+    reads into a page which does not exist takes the lock of the process's whole memory map, and so does a driver that
+    makes its context meanwhile; a page touched from user space takes that of its mapping alone (since Linux 6.4).
+    """
+    import ctypes
+
+    from loader.driver import address_of
+
+    base = address_of(memory)
+
+    def touch(first: int, count: int) -> None:
+        for page in range(-(-(base + first) // page_bytes) * page_bytes, base + first + count, page_bytes):
+            ctypes.memset(page, 0, 1)  # without the interpreter's lock
+
+    return touch

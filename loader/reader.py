@@ -240,6 +240,8 @@ class Reader:
         self.unread: dict[int, list[int]] = {}  # chunk under way -> parts left, start ns
         self.checked_tables: set[tuple[int, int]] = set()
         self.pool = memoryview(b"")
+        self.touch: Callable[[int, int], None] | None = None  # (first, count) of the pool, before slots of
+        self.untouched: set[int] = set()  # are filled: see `loader.host_memory.first_touch`
 
     # -- records -----------------------------------------------------------------------------------------------
 
@@ -526,6 +528,7 @@ class Reader:
     def complete(self, chunk: int, slot: int, start: int) -> None:
         is_hashed = self.plan.mode == HASH
         checked = self.hash_block(chunk) if is_hashed else self.verify(chunk, slot)
+        self.untouched.discard(slot)
         size = sum(self.plan.reads[i][1] for i in self.read_indexes(chunk))
         kind = HASHED if is_hashed else FULL
         self.send(kind, chunk, slot, 0, size, start, time.monotonic_ns(), checked=checked)
@@ -561,6 +564,8 @@ class Reader:
         file = self.plan.chunks[chunk][0]
         for index, first, count in segments:
             target = self.target(index, slot, first, count)
+            if self.touch and slot in self.untouched:
+                self.touch(slot * self.plan.slot_bytes + self.plan.reads[index][2] + first, count)
             self.read_range(file, self.plan.reads[index][0] + first, target, chunk)
 
     def verify(self, chunk: int, slot: int) -> int:

@@ -417,7 +417,7 @@ class OwnReader:
     """
 
     def __init__(self, fds: list[int]) -> None:
-        from loader.host_memory import private_memory
+        from loader.host_memory import first_touch, private_memory
 
         plan_fd, rows_fd, free, full, ctl = fds
         self._reader = wire.reader_of(free, full, ctl, rows_fd, plan_fd)
@@ -427,10 +427,12 @@ class OwnReader:
         except OSError as error:
             text = f"no ring of {plan.pool_bytes} bytes: {error}"
             raise Refused(InternalError(text, where="uploader process")) from error
+        self._reader.untouched = set(range(plan.pool_bytes // plan.slot_bytes))
         self._thread = threading.Thread(
             target=self._reader._guard, args=(self._reader.serve, plan, memoryview(self.memory)), daemon=True
         )
         self._thread.start()
+        self._reader.touch = first_touch(self.memory)  # the first reads need not wait for it
 
     def wait(self) -> None:
         """Until the parent wants nothing more of it."""

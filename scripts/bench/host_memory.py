@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from loader.driver import CudaDriver, address_of
-from loader.host_memory import private_memory
+from loader.host_memory import first_touch, private_memory
 from scripts.bench.common import storage, write_result
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -111,6 +111,15 @@ def context_beside_private_fill(file: Path) -> Any:
     return _beside_fill(file, private_memory(2 * GIB))
 
 
+def context_beside_long_fill(file: Path) -> Any:
+    """The same beside a fill that outlasts it: pages are made by reads, or touched first as the loader does."""
+    return _beside_fill(file, private_memory(8 * GIB))
+
+
+def context_beside_touched_fill(file: Path) -> Any:
+    return _beside_fill(file, private_memory(8 * GIB), is_touched=True)
+
+
 def context_beside_shared_fill(file: Path) -> Any:
     return _beside_fill(file, _shared(2 * GIB))
 
@@ -158,6 +167,8 @@ def copies(file: Path) -> Any:
 PARTS: dict[str, Callable[[Path], Any]] = {
     "context": context,
     "context_beside_private_fill": context_beside_private_fill,
+    "context_beside_long_fill": context_beside_long_fill,
+    "context_beside_touched_fill": context_beside_touched_fill,
     "context_beside_shared_fill": context_beside_shared_fill,
     "private_ring": private_ring,
     "shared_ring": shared_ring,
@@ -257,12 +268,16 @@ def write_file(file: Path, size: int) -> float:
         return _on_threads(size, 15, lambda offset: os.pwrite(fd, data, offset))
 
 
-def fill(file: Path, memory: mmap.mmap, threads: int = 13) -> float:
-    """Read the file's start into all of `memory`; seconds."""
-    view, fd = memoryview(memory), os.open(file, os.O_RDONLY)
-    seconds = _on_threads(
-        len(memory), threads, lambda offset: os.preadv(fd, [view[offset : offset + _BLOCK]], offset)
-    )
+def fill(file: Path, memory: mmap.mmap, threads: int = 13, is_touched: bool = False) -> float:
+    """Read the file's start into all of `memory`, whose pages may be touched first; seconds."""
+    view, fd, touch = memoryview(memory), os.open(file, os.O_RDONLY), first_touch(memory)
+
+    def read(offset: int) -> None:
+        if is_touched:
+            touch(offset, _BLOCK)
+        os.preadv(fd, [view[offset : offset + _BLOCK]], offset)
+
+    seconds = _on_threads(len(memory), threads, read)
     os.close(fd)
     return seconds
 
@@ -296,9 +311,9 @@ def _seconds(work: Callable[[], object]) -> float:
     return round(time.monotonic() - start, 4)
 
 
-def _beside_fill(file: Path, memory: mmap.mmap) -> Any:
+def _beside_fill(file: Path, memory: mmap.mmap, is_touched: bool = False) -> Any:
     found: list[float] = []
-    thread = threading.Thread(target=lambda: found.append(fill(file, memory)))
+    thread = threading.Thread(target=lambda: found.append(fill(file, memory, is_touched=is_touched)))
     thread.start()
     seconds = _seconds(_retain)
     thread.join()
