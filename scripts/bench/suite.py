@@ -2,12 +2,16 @@
 
     python -m scripts.bench.suite cold peer --work /mnt/w --out /tmp/out --seconds 1200
 
-Parts: `tests`, `ring`, `cold`, `peer`, `loader`, `imports`, `kernels`, `step`, `decode`, `codec`, `prepare` on one GPU, `ranks` and
-`ranks-start` on two. `--work` is a folder in memory-backed storage (110 GB for `cold` and `ring`, whose directory `step` and `codec` use
-too; `codec` rewrites it, so it comes last): a tmpfs mounted with `huge=always`, whose pages are then copied as fast as those
-that a disk's file system caches today; small pages are slower (`host_memory` times both). Bytecode of this project and of torch is compiled first where it is missing, because a machine image without it would add that to every
-start. A bench that fails or runs out of time is reported, and the next one runs. New files of `results/`, and the end of every
-log, are in `--out` whenever a bench ends.
+Parts: `tests`, `ring`, `cold`, `peer`, `loader`, `imports`, `kernels`, `step`, `decode`, `codec`, `prepare` on one GPU, `ranks`
+and `ranks-start` on two. `peer` needs diffusers, `loader` diffusers and PyAV, `decode` PyAV, `codec` nvCOMP.
+
+`--work` is a folder in memory-backed storage (110 GB for `cold` and `ring`, whose directory `step` and `codec` use too; `codec`
+rewrites it and `peer` removes it to have room, so these come last): a tmpfs mounted with `huge=always`, whose pages are then
+copied as fast as those that a disk's file system caches today; small pages are slower (`host_memory` times both).
+
+Bytecode of this project and of torch is compiled first where it is missing, because a machine image without it would add that
+to every start. A bench that fails or runs out of time is reported, and the next one runs. New files of `results/`, and the end of
+every log, are in `--out` whenever a bench ends.
 """
 
 from __future__ import annotations
@@ -96,6 +100,7 @@ PARTS: Mapping[str, tuple[Bench, ...]] = {
         ),
     ),
     "peer": (
+        Bench("make room", ("-c", "import shutil, sys; shutil.rmtree(sys.argv[1], ignore_errors=True)", _BUNDLE), 30),
         _module("peer_diffusers", "--work", "{work}/peer", seconds=240),
         _module("compare_cold_start", seconds=30),
     ),
