@@ -32,10 +32,10 @@ class Pinner:
     Attributes:
         fd: readable as long as `take` has something. seconds: spent in the driver so far. pending: records that were put
             and not taken.
+    Raises: InternalError: this process gets no further pipe or thread; nothing is left then.
     """
 
     def __init__(self, driver: Driver, context: int, ring: Ring) -> None:
-        self.fd, self._done = os.pipe()
         self.seconds = 0.0
         self.pending = 0
         self._driver = driver
@@ -46,7 +46,16 @@ class Pinner:
         self._failure: WorkerError | None = None
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="pinner", daemon=True)
-        self._thread.start()
+        try:
+            self.fd, self._done = os.pipe()
+        except OSError as error:
+            raise InternalError(f"no pipe to pin slots with: {error}", where="loader.pinner") from error
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            os.close(self.fd)
+            os.close(self._done)
+            raise InternalError(f"no thread to pin slots with: {error}", where="loader.pinner") from error
 
     def put(self, record: bytes, slot: int) -> None:
         """Pin `slot`, which `record` says to be full; `record` is not looked at."""

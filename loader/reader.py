@@ -563,7 +563,9 @@ class Reader:
         """Read one part of a chunk."""
         file = self.plan.chunks[chunk][0]
         for index, first, count in segments:
-            target = self.target(index, slot, first, count)
+            target = self.target(
+                index, slot, first, count
+            )  # also keeps the memory mapped while it is touched
             if self.touch and slot in self.untouched:
                 self.touch(slot * self.plan.slot_bytes + self.plan.reads[index][2] + first, count)
             self.read_range(file, self.plan.reads[index][0] + first, target, chunk)

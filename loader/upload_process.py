@@ -183,7 +183,10 @@ class Upload:
         self._has_told_refusal = False
         self.pinned = ("", 0, 0)  # of a mark, once the ring was given back
         self.is_done = False
-        self._pinner = Pinner(driver, context, ring)
+        try:
+            self._pinner = Pinner(driver, context, ring)
+        except WorkerError as error:
+            raise Refused(error) from error
         try:
             self._open(ordinal)
         except WorkerError as error:
@@ -322,7 +325,13 @@ class Upload:
         """Raises: Refused: nothing can be pinned."""
         ring = self._ring
         assert ring is not None, "not closed yet"
-        for record, slot, is_reusable in self._pinner.take():
+        try:
+            taken = self._pinner.take()
+        except WorkerError as error:
+            if ring.pinned_bytes or self._has_copied:
+                raise
+            raise Refused(error) from error
+        for record, slot, is_reusable in taken:
             self._waiting.append(record)
             if not is_reusable:
                 self._spent.add(slot)

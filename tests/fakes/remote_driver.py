@@ -52,8 +52,61 @@ def no_pinning() -> FakeDriver:
     return _checked(FakeDriver(pin_limit=0))
 
 
+class _OncePageable(FakeDriver):
+    """A slot that could not be pinned is copied from once, and not filled again."""
+
+    def __init__(self) -> None:
+        super().__init__(pin_limit=8192)
+        self._copied: set[int] = set()
+
+    def copy_async(self, target: int, source: int, size: int, stream: int) -> None:
+        if not any(first <= source < first + count for first, count in self.registered.items()):
+            self._require(source not in self._copied, "a slot that is not pinned was filled again")
+            self._copied.add(source)
+        super().copy_async(target, source, size, stream)
+
+
 def little_pinning() -> FakeDriver:
     return _checked(FakeDriver(pin_limit=8192))
+
+
+def once_pageable() -> FakeDriver:
+    return _checked(_OncePageable())
+
+
+def no_thread_to_pin() -> FakeDriver:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "pinner":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = refuse  # type: ignore[method-assign]
+    return _checked(FakeDriver())
+
+
+def no_pipe_to_pin() -> FakeDriver:
+    pipe = os.pipe
+
+    def refuse() -> tuple[int, int]:
+        if sys._getframe(1).f_code.co_filename.endswith("pinner.py"):
+            raise OSError(24, "Too many open files")
+        return pipe()
+
+    os.pipe = refuse
+    return _checked(FakeDriver())
+
+
+class _NoContextForPinning(FakeDriver):
+    def use_context(self, context: int) -> None:
+        if threading.current_thread().name == "pinner":
+            raise InternalError("no context for this thread", where="fake driver")
+        super().use_context(context)
+
+
+def no_context_to_pin() -> FakeDriver:
+    return _checked(_NoContextForPinning())
 
 
 class _PinsLate(FakeDriver):

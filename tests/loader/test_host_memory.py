@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from loader.host_memory import HUGE_PAGE, first_touch
+from loader.host_memory import first_touch
 
 PAGE = mmap.PAGESIZE
 
@@ -55,12 +55,13 @@ def test_only_pages_that_begin_in_the_range_are_written() -> None:
 
 
 _FAULTS_OF_A_READ = """
-import os, resource, sys
-from loader.host_memory import HUGE_PAGE, first_touch, private_memory
-memory = private_memory(32 * HUGE_PAGE)
+import mmap, os, resource, sys
+from loader.host_memory import first_touch
+memory = mmap.mmap(-1, 64 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory.madvise(mmap.MADV_NOHUGEPAGE)
 fd = os.open(sys.argv[1], os.O_RDONLY)
 if sys.argv[2] == "touched":
-    first_touch(memory)(0, len(memory))
+    first_touch(memory, mmap.PAGESIZE)(0, len(memory))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 assert os.preadv(fd, [memoryview(memory)], 0) == len(memory)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
@@ -68,12 +69,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def test_a_read_into_touched_pages_takes_no_faults(tmp_path: Path) -> None:
-    """Counted by the kernel, in processes of their own; without huge pages a touch makes one small page of 512."""
+    """Counted by the kernel, in processes of their own, in pages that every machine grants."""
     path = tmp_path / "data"
-    path.write_bytes(bytes(32 * HUGE_PAGE))
+    path.write_bytes(bytes(64 * PAGE))
     faults = {}
     for how in ("untouched", "touched"):
         command = [sys.executable, "-c", _FAULTS_OF_A_READ, str(path), how]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         faults[how] = int(done.stdout)
-    assert faults["touched"] <= faults["untouched"] - 30, faults
+    assert faults["touched"] <= faults["untouched"] - 60, faults

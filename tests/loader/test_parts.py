@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,32 @@ def test_a_chunk_that_is_only_hashed_stays_whole() -> None:
 
 def test_a_chunk_without_reads_has_one_part() -> None:
     assert reader_with([]).cut(0) == [[]]
+
+
+def test_a_part_is_touched_right_before_the_first_read_into_its_slot(tmp_path: Path) -> None:
+    content = random.Random(3).randbytes(9_000_001)
+    (tmp_path / "file").write_bytes(content)
+    pool = memoryview(bytearray(2 << 24))
+    reader = reader_with([len(content)])
+    touched: list[tuple[int, int]] = []
+
+    def touch(first: int, count: int) -> None:
+        assert not any(pool[first : first + count]), "touched after the read"
+        touched.append((first, count))
+
+    fd, (records, reader.full) = os.open(tmp_path / "file", os.O_RDONLY), os.pipe()
+    reader.fds, reader.pool, reader.touch, reader.untouched = [fd], pool, touch, {1}
+    reader.throttle, reader.faults = wire.Throttle(0), wire.Faults("")
+    reader.left = reader.num_workers = 4  # more than are read here
+    reader.start_s, reader.start_cpu = time.monotonic(), 0.0
+    for slot in (1, 1, 0):  # new, used, and one that others have touched
+        for segments in reader.cut(0):
+            reader.fill(0, slot, segments)
+        reader.complete(0, slot, 0)
+    assert touched == [((1 << 24) + first, count) for ((_, first, count),) in reader.cut(0)]
+    assert bytes(pool[1 << 24 :][: len(content)]) == content == bytes(pool[: len(content)])
+    for open_fd in (fd, records, reader.full):
+        os.close(open_fd)
 
 
 @pytest.fixture(scope="module")

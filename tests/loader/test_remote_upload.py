@@ -28,6 +28,9 @@ REFUSALS = {
     "no_device": "no such CUDA device",
     "no_sharing": "cannot be shared",
     "no_pinning": "fake limit of 0 bytes",
+    "no_thread_to_pin": "no thread to pin slots with",
+    "no_pipe_to_pin": "no pipe to pin slots with",
+    "no_context_to_pin": "no context for this thread",
     "small_device": "found 60000 of 60000 bytes free",
     "dies_at_start": "exit code 7",
     "dies_in_its_first_copy": "killed by signal 9",
@@ -166,7 +169,7 @@ def test_a_context_that_stays_does_not_end_the_reader(prepared: Prepared, manife
 
 def test_partly_refused_registration_shrinks_the_ring(prepared: Prepared, manifest: Manifest) -> None:
     driver = FakeDriver()
-    with begin(prepared, manifest, driver, "little_pinning", path="U") as stream:
+    with begin(prepared, manifest, driver, "once_pageable", path="U") as stream:
         assert contents(stream, driver) == expected(prepared, manifest)
         assert any("pinned 8192 of 16384 bytes" in name for name in marks(stream))
     driver.finish()
@@ -205,7 +208,7 @@ def test_sticky_error_ends_the_load(prepared: Prepared, manifest: Manifest) -> N
 
 def test_an_error_while_pinning_ends_the_load(prepared: Prepared, manifest: Manifest) -> None:
     driver = FakeDriver()
-    stream = begin(prepared, manifest, driver, "breaks_pinning")
+    stream = begin(prepared, manifest, driver, "breaks_pinning", max_load_s=30)
     with stream, pytest.raises(InternalError, match="sticky error of registration"):
         stream.wait_all()
     driver.finish()
