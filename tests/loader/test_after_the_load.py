@@ -15,7 +15,8 @@ from loader.load_plan import LoadPlan, plan_load
 from loader.manifest import Manifest
 from loader.plan_wire import ReadSettings, encode_plan
 from loader.reader_link import EmbeddedReader, ReaderLink, ThreadReader, spawn_reader
-from loader.upload_process import OwnReader, Refused
+from loader.upload_post import Refused
+from loader.upload_process import OwnReader
 from tests.loader.prepared import SMALL_ORDER, Prepared
 
 CHUNK = 4096
