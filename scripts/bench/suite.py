@@ -106,10 +106,14 @@ PARTS: Mapping[str, tuple[Bench, ...]] = {
     ),
     "loader": (
         _module("load_state_dict", "--work", "{work}/load", seconds=240),
+        _module(
+            "load_state_dict", "--work", "{work}/load", "--component", "text_encoder", "--runs", "2",
+            "--name", "load_state_dict_transformers", seconds=150,
+        ),
         Bench("demo bundle", ("-m", "runtime.cli", "demo", "--folder", "{work}/demo"), 120),
         _module(
-            "stress_starts", "{work}/demo/bundle", "--device", "cuda", "--starts", "200", "--fresh", "40",
-            "--kills", "50", "--pairs", "5", seconds=300, needs="{work}/demo/bundle",
+            "stress_starts", "{work}/demo/bundle", "--device", "cuda", "--starts", "200", "--fresh", "20",
+            "--kills", "25", "--pairs", "3", seconds=300, needs="{work}/demo/bundle",
         ),
     ),
     "imports": (_module("import_torch", seconds=160),),
