@@ -24,7 +24,8 @@ from scripts.bench.common import storage, write_result
 MARKS = ("first_read", "torch_ready", "conditioner_done", "first_dit_entry", "all_weights_resident")
 SPANS = (
     "torch", "models", "compute", "library warm-up", "conditioner warm-up", "warm-up", "denoiser warm-up", "conditioner",
-    "uploader: cuda context", "group text_encoder/layers.0", "group text_encoder/layers.49", "group transformer/prelude",
+    "uploader: cuda context", "group text_encoder/layers.0", "group text_encoder/layers.1",
+    "group text_encoder/layers.2", "group text_encoder/layers.3", "group text_encoder/layers.4", "group text_encoder/layers.49", "group transformer/prelude",
     "group transformer/blocks.47",
 )  # fmt: skip
 
@@ -54,7 +55,7 @@ def _start(options: argparse.Namespace, settings: Mapping[str, str]) -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         timeline = Path(folder) / "timeline.json"
         command = probe_command(options.directory, options.device, options.schedule)
-        command += ["--wait", "--timeline", str(timeline)]
+        command += ["--timeline", str(timeline), *([] if options.entry_only else ["--wait"])]
         done = subprocess.run(
             command, capture_output=True, text=True, env={**os.environ, **settings}, check=False
         )
@@ -96,6 +97,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--schedule", default="base-49")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--entry-only", action="store_true", help="do not wait for the rest of the weights")
     parser.add_argument("--name", default="start_settings")
     return parser.parse_args(arguments)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,23 @@ def test_every_start_is_kept_and_a_failure_is_named(tmp_path: Path, monkeypatch:
     assert all("loader_path" in start["error"] for start in impossible["starts"])
     assert impossible["settings"] == {"COLDFRAME_LOADER_PATH": "Z"}
     assert impossible["medians"] == {}
+
+
+@pytest.mark.parametrize("options", [[], ["--entry-only"]])
+def test_a_start_waits_for_all_weights_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 1, "", "no weights here")
+
+    monkeypatch.setattr("scripts.bench.start_settings.subprocess.run", run)
+    assert main([str(tmp_path), "--rounds", "1", "--name", "tries", *options]) == 1
+    probe = next(command for command in commands if "probe" in command)
+    assert ("--wait" in probe) == (not options)
 
 
 @pytest.mark.parametrize("text", [":A=1", "name:A", "name:=1"])
