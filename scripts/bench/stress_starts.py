@@ -8,6 +8,7 @@ BUNDLE is a small prepared directory. Exit code 1 if anything was left. docs/loa
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -67,6 +68,7 @@ def stream_starts(bundle: Path, count: int, device: str = "cpu", warm: int = 10)
     """
     for _ in range(warm):
         _stream_once(bundle, device)
+    gc.collect()  # what others in this process have left is not these loads'; they must do without
     before, resident_kib, gpu_mib = Holdings.now(), _resident_kib(), _gpu_used_mib(device)
     started = time.monotonic()
     for _ in range(count):

@@ -210,6 +210,8 @@ def test_reader_killed_while_idle_only_ends_rows(prepared: Prepared, manifest: M
         stream.wait_all()
         while not any(mark.name.startswith("reader used") for mark in stream.marks()):
             stream.rows("embed/table.weight", [1])
+        while not stream._transport._intake.is_done:  # type: ignore[attr-defined]
+            os.sched_yield()  # its last word comes after that mark
         os.kill(reader.pid, 9)
         while (error := failure_of_rows(stream)) is None:
             os.sched_yield()  # the death shows at some later request

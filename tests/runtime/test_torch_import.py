@@ -342,11 +342,11 @@ def test_an_operator_that_differs_brings_everything_in_at_the_check() -> None:
     assert all("operators differed" in record["skipped"][name] for name in DEFERRED)
 
 
-def test_a_second_import_only_records_that_torch_was_there(torch: Any) -> None:
+@pytest.mark.usefixtures("torch")
+def test_a_second_import_only_records_that_torch_was_there() -> None:
     record = import_torch("cpu")
     assert record.applied == ()
     assert record.skipped == dict.fromkeys(DEFAULT_TRIMS, "torch was imported before")
-    torch.set_grad_enabled(True)
 
 
 def test_paths_are_resolved_as_before_and_the_function_comes_back(tmp_path: Path) -> None:

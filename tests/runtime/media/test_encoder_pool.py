@@ -204,11 +204,16 @@ def test_a_request_fails_and_leaves_nothing_when_encoders_keep_dying(tmp_path: P
             pool._all[0].child.wait()
             with Mp4Writer(tmp_path / "c.mp4", 48, 32, frames=39, encoders=pool, threads=1) as writer:
                 writer.add_sound(tone(39))
-                writer.add_frames(moving_frames(17))
-                writer.add_frames(moving_frames(22))
                 with pytest.raises(InternalError, match="encoder: encoder processes died on one task"):
-                    writer.finish()
+                    add_units_and_finish(writer)
         assert list(tmp_path.iterdir()) == []
+
+
+def add_units_and_finish(writer: Mp4Writer) -> None:
+    """A failure of the first unit may be known when the second one is added."""
+    writer.add_frames(moving_frames(17))
+    writer.add_frames(moving_frames(22))
+    writer.finish()
 
 
 def test_encoders_end_with_their_worker_however_it_ends() -> None:

@@ -1,0 +1,16 @@
+"""What tests of one process must not leave to each other."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def gradients() -> Iterator[None]:
+    """A worker switches gradients off for its process, which is also that of the next test."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_grad_enabled(True)
