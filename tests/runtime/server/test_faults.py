@@ -248,8 +248,11 @@ def test_a_drain_has_a_limit(start: Start) -> None:
 def test_200_submissions_over_the_limit(start: Start) -> None:
     service = start(COLDFRAME_SERVE_MAX_QUEUED="10", COLDFRAME_SERVE_MAX_ACTIVE_PER_KEY="1000")
     service.at_step(service.create("[gate@1]")["id"], 0)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    # With fewer, httpcore's pool closes connections that it has just given to another thread.
+    limits = httpx.Limits(max_connections=50, max_keepalive_connections=50)
     with (
-        httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as client,
+        httpx.Client(base_url=service.url, headers=headers, timeout=60, limits=limits) as client,
         concurrent.futures.ThreadPoolExecutor(50) as pool,
     ):
         answers = list(pool.map(lambda i: client.post("/v1/videos", json={"prompt": f"job {i}"}), range(200)))
