@@ -8,7 +8,7 @@ TYPE_CHECKING = False  # the typing module costs as much as everything else on t
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-HUGE_PAGE = 2 << 20
+_HUGE_PAGE = 2 << 20
 
 
 def private_memory(size: int) -> mmap.mmap:
@@ -26,7 +26,7 @@ def private_memory(size: int) -> mmap.mmap:
     return memory
 
 
-def first_touch(memory: mmap.mmap, page_bytes: int = HUGE_PAGE) -> Callable[[int, int], None]:
+def first_touch(memory: mmap.mmap, page_bytes: int = _HUGE_PAGE) -> Callable[[int, int], None]:
     """A function of (first, count) that makes the pages which begin in these bytes of `memory` exist.
 
     It writes a zero to the first byte of each page, so it must come before anything is read there. A system call that

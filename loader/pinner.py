@@ -12,11 +12,7 @@ import time
 from collections import deque
 
 from loader.errors import InternalError, WorkerError
-
-try:
-    from _queue import SimpleQueue  # `queue` itself imports three times as much
-except ImportError:
-    from queue import SimpleQueue
+from loader.reader import SimpleQueue
 
 TYPE_CHECKING = False  # the typing module costs as much as everything else on the way to the first copy
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ import threading
 import time
 
 try:
-    from _queue import SimpleQueue  # `queue` itself imports three times as much
+    from _queue import SimpleQueue as SimpleQueue  # `queue` itself imports three times as much
 except ImportError:
-    from queue import SimpleQueue
+    from queue import SimpleQueue as SimpleQueue
 
 TYPE_CHECKING = False  # the typing module costs as much as everything else here
 if TYPE_CHECKING:
@@ -240,8 +240,9 @@ class Reader:
         self.unread: dict[int, list[int]] = {}  # chunk under way -> parts left, start ns
         self.checked_tables: set[tuple[int, int]] = set()
         self.pool = memoryview(b"")
-        self.touch: Callable[[int, int], None] | None = None  # (first, count) of the pool, before slots of
-        self.untouched: set[int] = set()  # are filled: see `loader.host_memory.first_touch`
+        # Called with (first, count) of the pool before `untouched` slots are filled: see `loader.host_memory.first_touch`.
+        self.touch: Callable[[int, int], None] | None = None
+        self.untouched: set[int] = set()
 
     # -- records -----------------------------------------------------------------------------------------------
 
@@ -563,9 +564,8 @@ class Reader:
         """Read one part of a chunk."""
         file = self.plan.chunks[chunk][0]
         for index, first, count in segments:
-            target = self.target(
-                index, slot, first, count
-            )  # also keeps the memory mapped while it is touched
+            # First, because this view keeps the memory mapped while it is touched.
+            target = self.target(index, slot, first, count)
             if self.touch and slot in self.untouched:
                 self.touch(slot * self.plan.slot_bytes + self.plan.reads[index][2] + first, count)
             self.read_range(file, self.plan.reads[index][0] + first, target, chunk)

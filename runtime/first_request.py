@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from runtime.family import Prepared
 
+FOLLOWS_FLAG = "--request-follows"  # of a worker; its sender must have one at hand
 FOLLOWS_S = 0.25  # a request that was announced is there within milliseconds; nothing is read while a start waits for it
 
 

@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from loader.errors import InternalError, RequestError, WorkerError
 from runtime import bootstrap  # t = 0
-from runtime.first_request import FirstRequest
+from runtime.first_request import FOLLOWS_FLAG, FirstRequest
 from runtime.pipeline import Cancelled
 from runtime.timeline import Timeline
 
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--timeline", metavar="FILE.json", help="write the start's timeline here")
     parser.add_argument(
-        "--request-follows",
+        FOLLOWS_FLAG,
         action="store_true",
         help="a generate command comes at once: wait for it, for a moment, before choosing what to load",
     )

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from loader.errors import InternalError
+from runtime.first_request import FOLLOWS_FLAG
 
 COMMAND = (sys.executable, "-m", "runtime.worker")
-REQUEST_FOLLOWS = "--request-follows"
 HIDDEN = ("COLDFRAME_SERVE_", "COLDFRAME_API_KEYS", "COLDFRAME_MODAL_", "COLDFRAME_FAL_")
 TURN_S = 0.2
 CANCEL_GRACE_S = 60.0
@@ -99,7 +99,7 @@ class WorkerChild:
             raise InternalError("the worker is closed")
         if self._process is None or self._process.poll() is not None:
             self._end()
-            self.start(REQUEST_FOLLOWS)
+            self.start(FOLLOWS_FLAG)
         self._send({"op": "generate", "job": job, "request": dict(request), "output": str(output)})
         try:
             return self._wait(job, on_event)

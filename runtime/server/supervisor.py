@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from loader.errors import ArtifactError, CapabilityError, InternalError, RequestError
+from runtime.first_request import FOLLOWS_FLAG
 from runtime.server.config import ServerConfig, worker_environment
 
 PROTOCOL = 1
-REQUEST_FOLLOWS = "--request-follows"
 LINE_LIMIT = 4 << 20
 PERMANENT_EXIT_CODES = (RequestError.exit_code, ArtifactError.exit_code, CapabilityError.exit_code)
 HEALTHY_AFTER_S = 60.0
@@ -146,7 +146,7 @@ class Supervisor:
             str(config.bundle),
             "--timeline",
             str(self._timeline),
-            *((REQUEST_FOLLOWS,) if self._has_request() else ()),
+            *((FOLLOWS_FLAG,) if self._has_request() else ()),
             *config.worker_args,
         )
         try:
