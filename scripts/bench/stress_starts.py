@@ -22,7 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ SHAPE = ("--size", "64x64", "--num-frames", "22")
 _ROOT = Path(__file__).resolve().parents[2]
 _TAG = "STRESS_STARTS_TAG"  # in the environment of a start and all its descendants
 _TIMEOUT_S = 120.0
+_KILLED_WITHIN_S = 10.0  # a process ends some time after its SIGKILL
 
 
 class LeftBehind(Exception):
@@ -146,13 +147,20 @@ class Start:
 
     def _require_nothing_left(self) -> None:
         """No process of the start's session or with its tag. Children end when they see their parent gone: poll."""
-        deadline = time.monotonic() + self._gone_within_s
-        while left := self.descendants():
-            if time.monotonic() > deadline:
-                for pid in left:
+        left = self._left_after(self._gone_within_s)
+        if left:
+            for pid in left:
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                raise LeftBehind(f"processes {left} outlive the start by {self._gone_within_s} s")
+            self._left_after(_KILLED_WITHIN_S)
+            raise LeftBehind(f"processes {left} outlive the start by {self._gone_within_s} s")
+
+    def _left_after(self, seconds: float) -> dict[int, str]:
+        """`descendants` as soon as there are none, or those of `seconds` from now."""
+        deadline = time.monotonic() + seconds
+        while (left := self.descendants()) and time.monotonic() < deadline:
             time.sleep(0.01)
+        return left
 
     def descendants(self) -> dict[int, str]:
         """pid → command line."""
