@@ -53,13 +53,21 @@ def test_threads_are_shared_out_unless_the_environment_says() -> None:
     [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)],
     ids=["exit", "killed"],
 )
-def test_the_first_failure_is_the_exit_code(ends: str, code: int) -> None:
-    """Rank 1 fails; rank 0 sees its standard input end only after that."""
-    program = f"import os, sys\nif os.environ['RANK'] == '1': {ends}\nsys.stdin.read(); sys.exit(1)"
+def test_the_first_failure_is_the_exit_code(ends: str, code: int, tmp_path: Path) -> None:
+    """Rank 1 fails once it has been seen; rank 0 sees its standard input end only after that."""
+    seen = tmp_path / "seen"
+    program = f"""
+import os, sys, time
+while os.environ['RANK'] == '1':
+    if os.path.exists({str(seen)!r}): {ends}
+    time.sleep(0.01)
+sys.stdin.read(); sys.exit(1)
+"""
     command = [sys.executable, "-m", "runtime.server.ranks", "2", sys.executable, "-c", program]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     until(lambda: len(children.read_text().split()) == 2, "both ranks run")
+    seen.touch()
     until(lambda: len(children.read_text().split()) == 1, "rank 1 has ended")
     assert process.stdin is not None
     process.stdin.close()
