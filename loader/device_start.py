@@ -27,8 +27,6 @@ from loader.upload_wire import work_of
 from loader.uploader import Uploader
 from loader.uploader_link import UploaderProcess
 
-_PARENTS_CPUS = 6  # the import, the token process, the uploader and its driver run beside the readers
-
 
 def start_device(
     plan: LoadPlan,
@@ -71,7 +69,7 @@ class _DeviceLoad:
         self.options = options
         self.near = _near_cpus()
         cpus = budget.cpu_count()
-        threads = budget.reader_threads(min(cpus.value, len(self.near) or cpus.value), _PARENTS_CPUS)
+        threads = budget.reader_threads(min(cpus.value, len(self.near) or cpus.value), budget.PARENTS_CPUS)
         if options.threads:
             threads = budget.Choice(options.threads, "forced")
         headroom = budget.memory_headroom()

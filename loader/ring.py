@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import time
 from typing import TYPE_CHECKING
 
 from loader.driver import Driver, PinningRefused, address_of
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from loader.budget import RingChoice
 
 _ENOUGH_PINNED = 256 << 20
+_TRIES_IN_SHARED_RING, _TRY_AGAIN_S = 4, 0.002
 
 
 class Ring:
@@ -65,14 +67,22 @@ class Ring:
         """
         if self.is_pinned(slot):
             return True
-        if not self.refusal:
+        if not self.refusal and self._register(slot):
+            return True
+        return not self._may_shrink or self.pinned_bytes < min(_ENOUGH_PINNED, self.choice.bytes // 2)
+
+    def _register(self, slot: int) -> bool:
+        """Pages of a shared ring may be moved by the kernel while another process pins them: that passes."""
+        for tries_left in reversed(range(1 if self._may_shrink else _TRIES_IN_SHARED_RING)):
             try:
                 self._driver.host_register(self.address(slot), self.choice.slot_bytes)
                 self._registered.add(slot)
                 return True
             except PinningRefused as error:
-                self.refusal = str(error)
-        return not self._may_shrink or self.pinned_bytes < min(_ENOUGH_PINNED, self.choice.bytes // 2)
+                if not tries_left:
+                    self.refusal = str(error)
+            time.sleep(_TRY_AGAIN_S if tries_left else 0)
+        return False
 
     def close(self) -> None:
         """Unpin and unmap. No copy may be in flight. May be called again."""
