@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
@@ -51,7 +52,7 @@ def write_result(
     Returns: the path written.
     """
     if command is None:
-        command = ["python", "-m", _module_name(), *sys.argv[1:]]
+        command = ["python", "-m", module_name(), *sys.argv[1:]]
     result = {
         "name": name,
         "command": command if isinstance(command, str) else " ".join(command),
@@ -70,7 +71,21 @@ def write_result(
     return path
 
 
-def _module_name() -> str:
+def bundle_kernels(bundle: Path | None) -> Sequence[Mapping[str, Any]]:
+    """Compiled operators of a prepared directory; none without one."""
+    if bundle is None:
+        return ()
+    from loader.manifest import read_manifest
+
+    return read_manifest(bundle).kernels
+
+
+def ranks_command(size: int) -> list[str]:
+    """How to run this process's script again on `size` ranks."""
+    return ["python", "-m", "runtime.server.ranks", str(size), "python", "-m", module_name(), *sys.argv[1:]]
+
+
+def module_name() -> str:
     """Dotted name of the script that runs, for `python -m`."""
     script = Path(sys.argv[0]).resolve()
     root = Path(__file__).resolve().parents[2]

@@ -1,9 +1,10 @@
 """Decode of one video on P GPUs against one, up to pixels on rank 0's device.
 
-    torchrun --nproc-per-node 2 -m scripts.bench.parallel_decode                                   # 1344x768, 10 s
-    torchrun --nproc-per-node 2 -m scripts.bench.parallel_decode --preset test --device cpu --size 64x64 --frames 56
+    python -m runtime.server.ranks 2 python -m scripts.bench.parallel_decode --bundle DIRECTORY       # 1344x768, 10 s
+    python -m runtime.server.ranks 2 python -m scripts.bench.parallel_decode --preset test --device cpu --size 64x64 \
+        --frames 56
 
-Weights are random and made on the device. Pixels of both ways are compared bit for bit. `results/parallel_decode.json`.
+Any launcher that sets torchrun's variables will do. DIRECTORY is prepared; its kernels are used, without it eager operators. Weights are random and made on the device. Pixels of both ways are compared bit for bit. `results/parallel_decode.json`.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.compute import choose_compute
+from runtime.families.minimax_h3.model.parts import decoder_operators
 from runtime.families.minimax_h3.model.ranks_video import VideoUnitDecoder
 from runtime.families.minimax_h3.model.video_decoder import VideoDecoder
 from runtime.parallel.connect import connect
@@ -26,7 +29,7 @@ from runtime.parallel.control import Control
 from runtime.parallel.environment import rank_environment
 from runtime.parallel.ranks import OneRank, Ranks
 from runtime.parallel.units import UnitRelay
-from scripts.bench.common import target, write_result
+from scripts.bench.common import bundle_kernels, ranks_command, target, write_result
 from scripts.bench.decode_weights import RandomDecoderWeights
 from scripts.tiny_presets import preset
 
@@ -39,7 +42,9 @@ class Bench:
         config = preset(args.preset).model
         half = torch.float16 if self.device.type == "cuda" else torch.float32
         weights = RandomDecoderWeights(config, args.device, half)
-        self.decoder = VideoDecoder(config.video_vae, weights, self.device)
+        self.compute = choose_compute(args.device, args.bundle or Path(), bundle_kernels(args.bundle))
+        operators = decoder_operators(self.compute)
+        self.decoder = VideoDecoder(config.video_vae, weights, self.device, operators=operators)
         width, height = (int(side) for side in args.size.split("x"))
         shape = ((args.frames - 5) // 17 * 5 + 2, height // 16, width // 16)
         noise = torch.randn(
@@ -66,7 +71,9 @@ def main() -> int:
     args = _arguments()
     connection = connect(rank_environment(), args.device)
     bench, size = Bench(args), connection.environment.size
-    figures: dict[str, Any] = {"ranks": size, "size": args.size, "frames": args.frames}
+    figures: dict[str, Any] = {
+        "ranks": size, "size": args.size, "frames": args.frames, "compute": bench.compute.facts
+    }  # fmt: skip
     alone: list[float] = []
     expected: list[Tensor] = []
     for _ in range(args.repeat + 1 if connection.environment.rank == 0 else 0):
@@ -89,8 +96,7 @@ def main() -> int:
         targets = {f"vae_decode_{size}gpu_speedup": target(round(speedup, 4), 1.8, "higher")}
         print(json.dumps({"figures": figures, "targets": targets}, indent=1))
         if args.name:
-            command = ["torchrun", "--nproc-per-node", str(size), "-m", "scripts.bench.parallel_decode"]
-            print(write_result(args.name, figures, targets, command=[*command, *sys.argv[1:]]))
+            print(write_result(args.name, figures, targets, command=ranks_command(size)))
     connection.close()
     return 0
 
@@ -104,6 +110,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--size", default="1344x768")
     parser.add_argument("--frames", type=int, default=243)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--bundle", type=Path, help="prepared directory whose kernels are used")
     parser.add_argument("--name", default="", help="result file under scripts/bench/results/; none without")
     return parser.parse_args()
 

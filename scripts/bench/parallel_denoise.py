@@ -1,9 +1,10 @@
 """Denoising on P GPUs against one: step time, bytes on the wire, communication hidden and exposed.
 
-    torchrun --nproc-per-node 2 -m scripts.bench.parallel_denoise                      # 1344x768, 5 and 10 s
-    torchrun --nproc-per-node 2 -m scripts.bench.parallel_denoise --preset test --device cpu --size 64x64 --frames 22 \\
-        --text 9 --steps 1 --warm 1 --chunk-rows 16                                     # dry run on CPUs
+    python -m runtime.server.ranks 2 python -m scripts.bench.parallel_denoise --bundle DIRECTORY   # 1344x768, 5 and 10 s
+    python -m runtime.server.ranks 2 python -m scripts.bench.parallel_denoise --preset test --device cpu --size 64x64 \\
+        --frames 22 --text 9 --steps 1 --warm 1 --chunk-rows 16                                   # dry run on CPUs
 
+Any launcher that sets torchrun's variables will do. DIRECTORY is prepared; its kernels are used, without it eager operators.
 Weights are random and made on the device. One rank is measured first, on rank 0, then all ranks. Without its
 communication means: the same work with collectives that move nothing. `results/parallel_denoise.json`.
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +36,7 @@ from runtime.parallel.environment import rank_environment
 from runtime.parallel.ranks import OneRank, Ranks, SilentRanks
 from runtime.parallel.split import RowShards
 from runtime.parallel.ulysses import GatheredHidden, ProjectedHeads
-from scripts.bench.common import target, write_result
+from scripts.bench.common import bundle_kernels, ranks_command, target, write_result
 from scripts.bench.parallel_weights import TABLE, RandomTransformerWeights
 from scripts.tiny_presets import preset
 
@@ -170,30 +170,27 @@ def measure(bench: Bench) -> dict[str, Any]:
 def main() -> int:
     args = _arguments()
     connection = connect(rank_environment(), args.device)
-    manifest_kernels: Any = ()
-    if args.bundle:
-        from loader.manifest import read_manifest
-
-        manifest_kernels = read_manifest(args.bundle).kernels
-    compute = choose_compute(args.device, args.bundle or Path(), manifest_kernels)
-    shapes = {frames: measure(Bench(args, connection, compute, frames)) for frames in args.frames}
-    size = connection.environment.size
-    if connection.environment.rank == 0:
-        slowest = min(shape["speedup"] for shape in shapes.values())
-        figures = {
-            "ranks": size, "scheme": "gathered hidden" if gathers_hidden(size) else "projected heads",
-            "size": args.size, "compute": compute.facts, "frames": {str(f): s for f, s in shapes.items()},
-        }  # fmt: skip
-        targets = {f"sp{size}_denoise_speedup": target(round(slowest, 4), 1.85, "higher")}
-        print(json.dumps({"figures": figures, "targets": targets}, indent=1))
-        if args.name:
-            print(write_result(args.name, figures, targets, command=_command(size)))
+    compute = choose_compute(args.device, args.bundle or Path(), bundle_kernels(args.bundle))
+    shapes: dict[int, dict[str, Any]] = {}
+    for frames in args.frames:
+        shapes[frames] = measure(Bench(args, connection, compute, frames))
+        if connection.environment.rank == 0:
+            report(args, compute, shapes, connection.environment.size)
     connection.close()
     return 0
 
 
-def _command(size: int) -> list[str]:
-    return ["torchrun", "--nproc-per-node", str(size), "-m", "scripts.bench.parallel_denoise", *sys.argv[1:]]
+def report(args: argparse.Namespace, compute: Compute, shapes: dict[int, dict[str, Any]], size: int) -> None:
+    """Of all shapes so far: a later one may be cut off."""
+    slowest = min(shape["speedup"] for shape in shapes.values())
+    figures = {
+        "ranks": size, "scheme": "gathered hidden" if gathers_hidden(size) else "projected heads",
+        "size": args.size, "compute": compute.facts, "frames": {str(f): s for f, s in shapes.items()},
+    }  # fmt: skip
+    targets = {f"sp{size}_denoise_speedup": target(round(slowest, 4), 1.85, "higher")}
+    print(json.dumps({"figures": figures, "targets": targets}, indent=1), flush=True)
+    if args.name:
+        print(write_result(args.name, figures, targets, command=ranks_command(size)), flush=True)
 
 
 def _arguments() -> argparse.Namespace:

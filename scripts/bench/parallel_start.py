@@ -1,11 +1,12 @@
-"""First DiT entry with P GPUs against one: shared reader, a reader per rank, and diffusers on the same machine.
+"""First DiT entry with P GPUs against one, and against diffusers on the same machine.
 
-    python -m scripts.bench.parallel_start DIRECTORY [--ranks 2] [--runs 3] [--peer-work /dev/shm/peer --consume]
+    python -m scripts.bench.parallel_start DIRECTORY [--ranks 2] [--runs 3] [--peer-work /mnt/w/peer --consume]
     python -m scripts.bench.parallel_start DIRECTORY --device cpu --size 64x64 --num-frames 22 --runs 1   # dry run
 
-DIRECTORY holds shards: `python -m scripts.bench.full_size DIRECTORY --ranks 1 --ranks 2` (161 GB, memory-backed). Every
-start is fresh processes with the variables that torchrun sets. diffusers loads the whole published form, 133 GB, in one
-process. `results/parallel_start.json`.
+DIRECTORY holds shards: `python -m scripts.bench.full_size DIRECTORY --ranks 1 --ranks 2` (156 GB, memory-backed). Every
+start is fresh processes with the variables that torchrun sets. Settings take turns: one rank, P ranks as they come, and P ranks
+with each `--try NAME:VARIABLE=VALUE[,…]`. diffusers loads the whole published form, 133 GB, in one process.
+`results/parallel_start.json`, written before diffusers runs and again after it.
 """
 
 from __future__ import annotations
@@ -20,42 +21,84 @@ import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from scripts.bench.common import target, write_result
+from scripts.bench.start_settings import parse_try
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "a lamp sways in the rain " * 111  # 1,000 tokens, as the peer
+TRIES = (
+    "own readers:COLDFRAME_HOST_READER=own",
+    "early:COLDFRAME_NCCL=early",
+    "own readers, early:COLDFRAME_HOST_READER=own,COLDFRAME_NCCL=early",
+)
+START_S = 120.0
+LEAVE_S = 8.0  # for the others, once one rank has failed: their guards need 5
+
+
+class StartFailed(Exception):
+    """What the ranks wrote to their standard errors."""
 
 
 def main() -> int:
     args = _arguments()
     if args.rank_process:
         return run_rank(args)
-    figures: dict[str, Any] = {"ranks": args.ranks, "size": args.size, "num_frames": args.num_frames}
-    settings = {"one": (1, "shared"), "shared": (args.ranks, "shared"), "own": (args.ranks, "own")}
-    for name, (ranks, reader) in settings.items():
-        runs = [start_ranks(args, ranks, reader) for _ in range(args.runs)]
-        figures[name] = {
-            mark: _spread([run["headline"][mark] for run in runs]) for mark in runs[0]["headline"]
-        }
-        figures[name]["steps_s"] = [run["steps_s"] for run in runs]
-        figures[name]["facts"] = runs[0]["facts"]
-    one, shared = (figures[name]["first_dit_entry"]["median"] for name in ("one", "shared"))
-    size = args.ranks
-    targets = {f"sp{size}_first_dit_entry_vs_sp1": target(round(shared / one, 4), 1.1, "lower")}
+    tries = [("one rank", {}), (f"{args.ranks} ranks", {}), *map(parse_try, args.tries or TRIES)]
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in tries}
+    failures: list[dict[str, str]] = []
+    for _ in range(args.runs):
+        for name, settings in tries:
+            try:
+                runs[name].append(start_ranks(args, 1 if name == "one rank" else args.ranks, settings))
+            except StartFailed as error:
+                failures.append({"start": name, "error": str(error)[-2000:]})
+            print(name, runs[name][-1]["headline"] if runs[name] else failures[-1:], flush=True)
+    figures: dict[str, Any] = {
+        "ranks": args.ranks, "size": args.size, "num_frames": args.num_frames, "failures": failures,
+        "tries": [{"name": name, "settings": settings, **summary(runs[name])} for name, settings in tries],
+    }  # fmt: skip
+    targets: dict[str, Any] = {}
+    one, several = (row["medians"].get("first_dit_entry") for row in figures["tries"][:2])
+    if one and several:
+        targets[f"sp{args.ranks}_first_dit_entry_vs_sp1"] = target(round(several / one, 4), 1.1, "lower")
+    _report(args, figures, targets)
     if args.peer_work:
         if args.consume:
             shutil.rmtree(args.directory)
-        figures["diffusers"] = run_peer(args)
-        ratio = figures["diffusers"]["first_dit_entry_s"] / shared
-        targets[f"first_dit_entry_vs_diffusers_x{size}"] = target(round(ratio, 3), 14.0, "higher")
-    print(json.dumps({"figures": figures, "targets": targets}, indent=1))
+        try:
+            figures["diffusers"] = run_peer(args)
+            if several:
+                ratio = figures["diffusers"]["first_dit_entry_s"] / several
+                targets[f"first_dit_entry_vs_diffusers_x{args.ranks}"] = target(
+                    round(ratio, 3), 14.0, "higher"
+                )
+        except StartFailed as error:
+            failures.append({"start": "diffusers", "error": str(error)[-4000:]})
+        _report(args, figures, targets)
+    return int(bool(failures))
+
+
+def _report(args: argparse.Namespace, figures: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
+    print(json.dumps({"figures": figures, "targets": targets}, indent=1), flush=True)
     if args.name:
-        print(write_result(args.name, figures, targets))
-    return 0
+        print(write_result(args.name, figures, targets), flush=True)
+
+
+def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Medians of the marks that every run has, and the runs."""
+    marks = set.intersection(*(set(run["headline"]) for run in runs)) if runs else set()
+    return {
+        "medians": {
+            mark: round(statistics.median(run["headline"][mark] for run in runs), 4) for mark in sorted(marks)
+        },
+        "runs": list(runs),
+    }
 
 
 def run_rank(args: argparse.Namespace) -> int:
@@ -72,9 +115,26 @@ def run_rank(args: argparse.Namespace) -> int:
         steps = _measure(engine, prepared, args.steps)
         engine.wait_resident(lambda done, total: None, every_s=0.01)
         engine.write_timeline()
-        report = {"steps_s": steps, "headline": engine.timeline.headline(), "facts": engine.timeline.facts}
+        report = {
+            "steps_s": steps, "headline": engine.timeline.headline(), "facts": engine.timeline.facts,
+            **_loading(engine),
+        }  # fmt: skip
     sys.stdout.write(json.dumps(report, default=str) + "\n")
     return 0
+
+
+def _loading(engine: Any) -> dict[str, Any]:
+    """How the weights came, and when the nodes of the start ran, in seconds."""
+    (stream, *_), timeline = engine.weights.streams, engine.timeline
+    return {
+        "path": stream.path,
+        "loader": [mark.name for mark in stream.marks() if not mark.name.startswith("group ")],
+        "spans": {
+            span.name: [round((at - timeline.origin_ns) / 1e9, 3) for at in (span.start_ns, span.end_ns)]
+            for span in timeline.spans
+            if not span.name.startswith("group ")
+        },
+    }
 
 
 def _measure(engine: Any, prepared: Any, steps: int) -> list[float]:
@@ -85,35 +145,59 @@ def _measure(engine: Any, prepared: Any, steps: int) -> list[float]:
     return take_steps(engine, engine.start_job(prepared), steps)
 
 
-def start_ranks(args: argparse.Namespace, ranks: int, reader: str) -> dict[str, Any]:
-    """Fresh processes of all ranks; rank 0's report."""
+def start_ranks(args: argparse.Namespace, ranks: int, settings: Mapping[str, str]) -> dict[str, Any]:
+    """Fresh processes of all ranks; rank 0's report. Raises: StartFailed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "scripts.bench.parallel_start", *sys.argv[1:], "--rank-process"]
-    processes = []
-    for rank in range(ranks):
-        environment = {**os.environ, "COLDFRAME_HOST_READER": reader}
-        if ranks > 1:
-            environment |= {
+    common = {**os.environ, **settings}
+    threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    with tempfile.TemporaryDirectory() as folder:
+        processes, logs = [], []
+        for rank in range(ranks):
+            environment = common if ranks == 1 else common | {
                 "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": threads, "COLDFRAME_RANK_LIMIT_S": "60",
             }  # fmt: skip
-        processes.append(
-            subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
-    results = [process.communicate() for process in processes]
-    for process, (_, errors) in zip(processes, results, strict=True):
-        if process.returncode:
-            raise SystemExit(errors[-4000:])
-    report: dict[str, Any] = json.loads(results[0][0].splitlines()[-1])
-    return report
+            logs.append([Path(folder, f"{rank}.{name}") for name in ("out", "err")])
+            with logs[-1][0].open("wb") as out, logs[-1][1].open("wb") as err:
+                processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=err))
+        is_done = _wait(processes)
+        said, errors = ([path[kind].read_text("utf-8", "replace") for path in logs] for kind in (0, 1))
+    if not is_done or any(process.returncode for process in processes):
+        codes = [process.returncode for process in processes]
+        raise StartFailed(f"exit codes {codes}: " + " | ".join(text[-1500:] for text in errors))
+    return _last_object(said[0])
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> bool:
+    """Until all have ended. False: one failed or time ran out, and what was left has been killed."""
+    deadline = time.monotonic() + START_S
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):
+            deadline = min(deadline, time.monotonic() + LEAVE_S)
+        if time.monotonic() > deadline:
+            for process in processes:
+                process.kill()
+                process.wait()
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _last_object(text: str) -> dict[str, Any]:
+    """The last line that is a JSON object: libraries may write to standard output as well."""
+    line = next((line for line in reversed(text.splitlines()) if line.startswith("{")), "")
+    if not line:
+        raise StartFailed(f"no report: {text[-1000:]}")
+    found: dict[str, Any] = json.loads(line)
+    return found
 
 
 def run_peer(args: argparse.Namespace) -> dict[str, Any]:
-    """diffusers' first DiT entry on this machine, by `scripts.bench.peer_diffusers`."""
+    """diffusers' first DiT entry on this machine, by `scripts.bench.peer_diffusers`. Raises: StartFailed."""
     command = [
         sys.executable, "-m", "scripts.bench.peer_diffusers", "--work", str(args.peer_work), "--out",
         str(args.peer_work.parent), "--phase", "whole", "--device", args.device, "--size", args.size, "--num-frames",
@@ -121,13 +205,8 @@ def run_peer(args: argparse.Namespace) -> dict[str, Any]:
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return report
-
-
-def _spread(values: Sequence[float]) -> dict[str, Any]:
-    return {"median": round(statistics.median(values), 4), "runs": [round(value, 4) for value in values]}
+        raise StartFailed(f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return _last_object(done.stdout)
 
 
 def _arguments() -> argparse.Namespace:
@@ -138,6 +217,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--try", dest="tries", action="append", metavar="NAME:VARIABLE=VALUE[,…]")
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--size", default="768x768")
     parser.add_argument("--num-frames", type=int, default=124)

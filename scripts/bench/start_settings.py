@@ -31,7 +31,7 @@ SPANS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(arguments)
-    tries = [_parse(text) for text in options.tries or ["shipped"]]
+    tries = [parse_try(text) for text in options.tries or ["shipped"]]
     starts: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in tries}
     for _ in range(options.rounds):
         for name, settings in tries:
@@ -79,7 +79,8 @@ def _medians(starts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def _parse(text: str) -> tuple[str, dict[str, str]]:
+def parse_try(text: str) -> tuple[str, dict[str, str]]:
+    """`NAME` or `NAME:VARIABLE=VALUE[,…]`: the name and its environment variables."""
     name, _, settings = text.partition(":")
     pairs = [item.partition("=") for item in settings.split(",") if item]
     if not name or any(not key or not sign for key, sign, _ in pairs):

@@ -6,7 +6,7 @@ Parts: `tests`, `ring`, `cold`, `peer`, `loader`, `imports`, `kernels`, `step`, 
 and `ranks-start` on two. `peer` needs diffusers, `loader` diffusers and PyAV, `decode` PyAV, `codec` nvCOMP.
 
 `--work` is a folder in memory-backed storage (110 GB for `cold` and `ring`, whose directory `step` and `codec` use too; `codec`
-rewrites it and `peer` removes it to have room, so these come last): a tmpfs mounted with `huge=always`, whose pages are then
+rewrites it and `peer` removes it to have room, so these come last; 160 GB for both parts on two GPUs, of which `ranks-start` is last): a tmpfs mounted with `huge=always`, whose pages are then
 copied as fast as those that a disk's file system caches today; small pages are slower (`host_memory` times both).
 
 Bytecode of this project and of torch is compiled first where it is missing, because a machine image without it would add that
@@ -77,7 +77,36 @@ def gpu_test_files(folder: Path = ROOT / "tests") -> list[str]:
     )
 
 
-_TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
+_RANKS = "{work}/ranks"
+_RANKS_MANIFEST = "{work}/ranks/manifest.json"
+_FULL_OF_RANKS = _module(
+    "full_size",
+    _RANKS,
+    "--ranks",
+    "1",
+    "--ranks",
+    "2",
+    "--architecture",
+    "sm_90a",
+    seconds=200,
+    makes=_RANKS_MANIFEST,
+)
+
+
+def _on_two_ranks(name: str, *arguments: str, seconds: int) -> Bench:
+    """With the launcher of this project: torch is imported by the ranks alone, and they end with it."""
+    launch = (
+        "-m",
+        "runtime.server.ranks",
+        "2",
+        sys.executable,
+        "-m",
+        f"scripts.bench.{name}",
+        "--bundle",
+        _RANKS,
+    )
+    return Bench(name, (*launch, *arguments), seconds, needs=_RANKS_MANIFEST)
+
 
 PARTS: Mapping[str, tuple[Bench, ...]] = {
     "tests": (
@@ -129,18 +158,15 @@ PARTS: Mapping[str, tuple[Bench, ...]] = {
     ),
     "prepare": (_module("prepare_full", "--components", "{work}/prepare", "--budget-s", "300", seconds=320),),
     "ranks": (
-        Bench("sp2_denoise", (*_TORCHRUN, "scripts.bench.parallel_denoise", "--name", "sp2_denoise"), 150),
-        Bench(
-            "vae_decode_2gpu", (*_TORCHRUN, "scripts.bench.parallel_decode", "--name", "vae_decode_2gpu"), 120
-        ),
+        _FULL_OF_RANKS,
+        _on_two_ranks("parallel_denoise", "--steps", "1", "--name", "sp2_denoise", seconds=180),
+        _on_two_ranks("parallel_decode", "--repeat", "1", "--name", "vae_decode_2gpu", seconds=90),
     ),
     "ranks-start": (
+        _FULL_OF_RANKS,
         _module(
-            "full_size", "{work}/ranks", "--ranks", "1", "--ranks", "2", "--architecture", "sm_90a", seconds=240
-        ),
-        _module(
-            "parallel_start", "{work}/ranks", "--name", "sp2_start", "--peer-work", "{work}/peer", "--consume", seconds=330,
-            needs="{work}/ranks/manifest.json",
+            "parallel_start", _RANKS, "--name", "sp2_start", "--peer-work", "{work}/peer", "--consume", seconds=330,
+            needs=_RANKS_MANIFEST,
         ),
     ),
 }  # fmt: skip
