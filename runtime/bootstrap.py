@@ -9,8 +9,9 @@ import time
 T0_NS = time.monotonic_ns()
 
 # ruff: noqa: E402 (the clock starts before the other imports)
+import contextlib
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -55,10 +56,17 @@ def start(
         from runtime.parallel.start import start_on_ranks
 
         return start_on_ranks(environment, settings, timeline, body, resolve_image, on_family)
-    has_collector = gc.isenabled()
-    gc.disable()  # a start makes no garbage: plans and manifests would be walked for nothing, 20 ms before the first read
-    try:
+    with without_collector():
         return start_engine(settings, timeline, body, resolve_image, on_family, first)
+
+
+@contextlib.contextmanager
+def without_collector() -> "Iterator[None]":
+    """A start makes no garbage: plans and manifests would be walked for nothing, 20 ms before the first read."""
+    has_collector = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if has_collector:
             gc.enable()

@@ -1,28 +1,37 @@
 """Join the run: store, guard, process groups. NCCL on GPUs, gloo on CPUs, and gloo for control on both.
 
-`connect` blocks until all ranks are there; a start calls it on a thread of its own, so that it overlaps the load.
+`connect` blocks until all ranks are there; a start calls it on a thread of its own, so that it overlaps the load. On GPUs it
+takes the communicator that was made before (`runtime.parallel.early`) if every rank has one, else torch makes it.
 NVLink multicast and whatever else NCCL reads from the environment stays as the environment has it
 (`NCCL_NVLS_ENABLE=0` turns multicast off).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from loader.errors import CapabilityError, InternalError
+from runtime.native_nccl import Communicator
 from runtime.parallel.control import Control
+from runtime.parallel.early import EXCHANGED_BYTES, GATHERED_BYTES
 from runtime.parallel.environment import RankEnvironment
 from runtime.parallel.guard import Guard, GuardTimes
+from runtime.parallel.nccl_ranks import NcclRanks, StreamOrder
 from runtime.parallel.ranks import GroupRanks, OneRank, Ranks, SilentRanks
 
+_DIAL_STEP_S = 0.005
 _IDLE = timedelta(days=365)  # ranks wait for the next request this long; the guard knows idling from hanging
 
 
@@ -34,16 +43,20 @@ class Connection:
     ranks: Ranks
     control: Control
     guard: Guard | None
+    early: Communicator | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     def close(self) -> None:
         """Leave the run. After a failure nobody is waited for."""
         if self.guard is None:
             return
         self.guard.close()
-        if self.guard.failure is None:
-            dist.destroy_process_group()
-        else:
-            call_off()
+        if self.guard.failure is not None:
+            call_off(self.early)
+            return
+        if self.early is not None:
+            self.early.close()
+        dist.destroy_process_group()
 
 
 def connect(
@@ -51,13 +64,16 @@ def connect(
     device: str,
     times: GuardTimes | None = None,
     end_process: Callable[[InternalError], None] | None = None,
+    early: Communicator | None = None,
 ) -> Connection:
     """Join all ranks of the run.
 
     Args:
         device: "cpu", or "cuda" of which this rank takes number `local_rank`, or the only one that it sees.
-        times: limits of the guard and of every collective.
+        times: limits of the guard, of every collective and of the ranks' coming together.
         end_process: see `Guard`; the default prints the error and exits with its code.
+        early: this rank's end of a communicator, if there is one; left again unless all ranks have theirs.
+    Returns: its `seconds` say how long each part took.
     Raises: CapabilityError: the device is missing, or not all ranks came in time.
     """
     times = times or GuardTimes()
@@ -65,36 +81,65 @@ def connect(
         return Connection(environment, OneRank(), Control(OneRank()), None)
     limit = timedelta(seconds=times.limit_s)
     gpu = _take_gpu(environment) if device == "cuda" else None
+    clock = _Clock()
     try:
-        store, guard_store = _stores(environment, limit)
+        store, guard_store = _stores(environment, timedelta(seconds=times.join_s))
+        clock.lap("store")
+        if gpu is not None:
+            early = _agreed(store, environment, early)
+            clock.lap("agreement")
+        uses_torch = gpu is not None and early is None
         dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo",
+            "nccl" if uses_torch else "gloo",
             store=store,
             rank=environment.rank,
             world_size=environment.size,
             timeout=limit,
-            device_id=gpu,
+            device_id=gpu if uses_torch else None,
         )
+        clock.lap("group")
         guard = Guard(
             guard_store,
             environment.rank,
             environment.size,
             times,
-            call_off,
+            partial(call_off, early),
             end_process or _exit,
         )
         guard.announce()
         control = dist.new_group(backend="gloo", timeout=_IDLE)
+        clock.lap("control")
         dist.barrier(group=control)
+        clock.lap("barrier")
         guard.start()
     except RuntimeError as error:
         raise CapabilityError(
             f"ranks did not come together ({str(error).partition(chr(10))[0]})",
             where=f"rank {environment.rank} of {environment.size}",
             found=f"{environment.address}:{environment.port}",
-            expected=f"all ranks within {times.limit_s:g} s",
+            expected=f"all ranks within {times.join_s:g} s, groups within {times.limit_s:g} s",
         ) from error
-    return Connection(environment, GroupRanks(None, guard), Control(GroupRanks(control, guard), guard), guard)
+    ranks = GroupRanks(None, guard) if early is None else _on_streams(early, guard)
+    if uses_torch:
+        use_once(ranks, gpu)
+        clock.lap("use")
+    control_ranks = Control(GroupRanks(control, guard), guard)
+    return Connection(environment, ranks, control_ranks, guard, early, clock.seconds)
+
+
+def use_once(ranks: Ranks, device: torch.device | None) -> None:
+    """On all ranks: the transport connects to a peer, and loads a kernel, when it is first needed. Waits for the device."""
+    most = max(*GATHERED_BYTES, EXCHANGED_BYTES * ranks.size)
+    sent = torch.zeros(most, dtype=torch.uint8, device=device)
+    received = torch.empty(ranks.size, most, dtype=torch.uint8, device=device)
+    for count in GATHERED_BYTES:
+        out = received.flatten()[: ranks.size * count].view(ranks.size, count)
+        ranks.all_gather(out, sent[:count]).wait()
+    counts = [EXCHANGED_BYTES] * ranks.size
+    exchanged = received.flatten()[: sum(counts)]
+    ranks.all_to_all(exchanged, sent[: sum(counts)], counts, counts).wait()
+    exchanged[:1].tolist()
+    ranks.received_bytes = 0
 
 
 def silent_connection(rank: int, size: int) -> Connection:
@@ -103,11 +148,39 @@ def silent_connection(rank: int, size: int) -> Connection:
     return Connection(environment, SilentRanks(rank, size), Control(OneRank()), None)
 
 
-def call_off() -> None:
+def call_off(early: Communicator | None = None) -> None:
     """Make collectives under way fail on this rank, so that its main thread leaves them; NCCL can, gloo cannot."""
+    if early is not None:
+        early.abort()
     world = dist.group.WORLD
     if world is not None and dist.get_backend(world) == "nccl":
         world.abort()
+
+
+def _agreed(
+    store: PrefixStore, environment: RankEnvironment, early: Communicator | None
+) -> Communicator | None:
+    """This rank's early communicator if every rank has one; otherwise it is left."""
+    store.set(f"early/{environment.rank}", "no" if early is None else "yes")
+    answers = [store.get(f"early/{rank}") for rank in range(environment.size)]
+    if early is not None and b"no" in answers:
+        early.abort()
+        return None
+    return early
+
+
+def _on_streams(early: Communicator, guard: Guard) -> NcclRanks:
+    return NcclRanks(early, StreamOrder(early.stream), guard)
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.seconds[name], self._last = round(now - self._last, 4), now
 
 
 def _take_gpu(environment: RankEnvironment) -> torch.device:
@@ -127,6 +200,8 @@ def _take_gpu(environment: RankEnvironment) -> torch.device:
 def _stores(environment: RankEnvironment, limit: timedelta) -> tuple[PrefixStore, PrefixStore]:
     """Two connections to the run's store: the launcher's where it keeps one (torchrun), else rank 0's."""
     is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if environment.rank or is_kept:
+        _await_server(environment, limit)
     prefix = f"coldframe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # a restart starts afresh
     connections = [
         TCPStore(
@@ -140,6 +215,19 @@ def _stores(environment: RankEnvironment, limit: timedelta) -> tuple[PrefixStore
     ]
     groups, guard = connections
     return PrefixStore(f"{prefix}/groups", groups), PrefixStore(f"{prefix}/guard", guard)
+
+
+def _await_server(environment: RankEnvironment, limit: timedelta) -> None:
+    """Until somebody listens there: a store that dials too early waits half a second before it does again, and longer then.
+
+    Whether it is the run's store is for the store to find out, also if nobody comes.
+    """
+    deadline = time.monotonic() + limit.total_seconds()
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            socket.create_connection((environment.address, environment.port), timeout=1.0).close()
+            return
+        time.sleep(_DIAL_STEP_S)
 
 
 def _exit(error: InternalError) -> None:

@@ -54,9 +54,10 @@ class Control:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Raises: Cancelled: rank 0 gave the request up."""
+        """Raises: Cancelled: rank 0 gave the request up. InternalError: a rank failed, also while the section ran."""
         if self._guard is not None:
             self._guard.progress(name)
+            self._guard.check()
         word = self._tell(_GO)
         if word == _STOP:
             self._has_request = False
@@ -66,6 +67,8 @@ class Control:
         self._is_inside = True
         yield
         self._is_inside = False
+        if self._guard is not None:
+            self._guard.check()
 
     def stop(self) -> None:
         """On rank 0: the others leave the request at their next border."""

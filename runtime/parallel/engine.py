@@ -28,6 +28,7 @@ class RankEngine(Engine):
         super().__init__(*arguments)
         self.connection = connection
         self._job: RankJob | None = None
+        self._waiting: Prepared | None = None
 
     def start_job(self, prepared: Prepared) -> RankJob:
         job: Any = super().start_job(prepared)
@@ -48,8 +49,12 @@ class RankEngine(Engine):
             finally:
                 self._job = None
 
-    def follow(self) -> None:
-        """On the other ranks: requests until rank 0 ends. Raises: WorkerError: a rank failed."""
+    def follow(self, waiting: Prepared | None = None) -> None:
+        """On the other ranks: requests until rank 0 ends. Raises: WorkerError: a rank failed.
+
+        Args: waiting: the first request, if it was prepared in the start.
+        """
+        self._waiting = waiting
         while True:
             command = self.connection.control.exchange()
             if command["op"] == "end":
@@ -85,11 +90,17 @@ class RankEngine(Engine):
         assert isinstance(prepared, RankPrepared), "made by this engine's prepare"
         with self._guarded():
             self.connection.control.exchange({"op": "measure", "body": prepared.body, "steps": steps})
-            with self.connection.control.request():
-                return take_steps(self, self.start_job(prepared), steps)
+            try:
+                with self.connection.control.request():
+                    return take_steps(self, self.start_job(prepared), steps)
+            except BaseException as error:
+                self._give_up(error)
+                raise
+            finally:
+                self._job = None
 
     def _take_part(self, command: dict[str, Any]) -> None:
-        job = self.start_job(self.prepare(command["body"]))
+        job = self.start_job(self._prepared(command["body"]))
         if command["op"] == "measure":
             take_steps(self, job, command["steps"])
             return
@@ -98,6 +109,12 @@ class RankEngine(Engine):
         latents = denoise(job, hooks)
         for _ in job.decoders()["video"].units(latents):
             raise InternalError("a rank other than 0 was handed a unit", where="ranks")
+
+    def _prepared(self, body: dict[str, Any]) -> Prepared:
+        """The waiting request if it is this one, else made from the body."""
+        waiting, self._waiting = self._waiting, None
+        is_it = isinstance(waiting, RankPrepared) and waiting.body == body
+        return waiting if waiting is not None and is_it else self.prepare(body)
 
     def _give_up(self, error: BaseException) -> None:
         """Leave the others at a border; where that is impossible, raise the error as everybody's."""

@@ -50,6 +50,17 @@ class RankFamily(Family, Protocol):
         """
         ...
 
+    def native_operations_on_ranks(
+        self,
+        prepared: Prepared | None,
+        native: NativeTorch,
+        items: Collection[str],
+        ranks: int,
+        is_sharded: bool,
+    ) -> Iterator[str]:
+        """`Family.native_operations` in the shapes of one rank's share."""
+        ...
+
     def warm_attention(self, prepared: Prepared, compute: Compute, ranks: int) -> None:
         """Build the plan of the denoiser's attention over one rank's heads, on the thread that denoises."""
         ...
@@ -127,11 +138,14 @@ class FamilyOnRanks:
     def native_operations(
         self, prepared: Prepared | None, native: NativeTorch, items: Collection[str]
     ) -> Iterator[str]:
-        """Nothing: a rank's shapes are its share's."""
-        return iter(())
+        """Those of this rank's share; nothing of it waits for the other ranks."""
+        found: Iterator[str] = self._family.native_operations_on_ranks(
+            prepared, native, items, self._size, self._is_sharded
+        )
+        return found
 
     def warm_up_libraries(self, prepared: Prepared, device: str) -> None:
-        """Nothing, for the same reason; the conditioner's warm-up covers it."""
+        """Nothing: the conditioner's warm-up covers this rank's shapes."""
 
     def warm_up_conditioner(self, prepared: Prepared, compute: Compute) -> None:
         """This rank's share of the work, without waiting for the others."""

@@ -34,12 +34,14 @@ class Store(Protocol):
 class GuardTimes:
     """Seconds. limit: silence, or a job without progress, that counts as a hang; longer than the longest step.
 
-    beat: between two looks. grace: for the process to leave the run by itself once a failure is known.
+    beat: between two looks. grace: for the process to leave the run by itself once a failure is known. join: for all
+    ranks to come.
     """
 
     limit_s: float = 300.0
     beat_s: float = 0.5
     grace_s: float = 5.0
+    join_s: float = 300.0
 
 
 class Guard:
@@ -112,6 +114,12 @@ class Guard:
             yield
         except RuntimeError as error:  # torch's errors of its collectives
             raise self.explain(f"{name}: {error}") from error
+
+    def check(self) -> None:
+        """Raises: InternalError: a failure is known. Collectives that were called off have left garbage, so whoever has
+        waited for the device asks before using its results."""
+        if self.failure is not None:
+            raise self.failure
 
     def report(self, cause: str) -> InternalError:
         """Write this rank's failure down for all ranks, unless another one came first; the error to raise."""
@@ -189,9 +197,14 @@ class Guard:
         return progress.index(min(progress))
 
     def _end(self, error: InternalError) -> None:
-        self._call_off()
+        # On a thread, because a transport may take minutes to call off, or fail to; what ends the process does not wait for it.
+        threading.Thread(target=self._call_off_quietly, name="coldframe-call-off", daemon=True).start()
         if not self._closing.wait(self._times.grace_s):
             self._end_process(error)
+
+    def _call_off_quietly(self) -> None:
+        with suppress(Exception):
+            self._call_off()
 
     # --- on either thread ---
 

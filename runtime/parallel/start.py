@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from loader.errors import RequestError
+from runtime.bootstrap import without_collector
 from runtime.nodes import WorkerStart, run_start
 from runtime.parallel.environment import RankEnvironment
 from runtime.parallel.family import FamilyOnRanks
@@ -21,10 +23,13 @@ from runtime.timeline import Timeline
 if TYPE_CHECKING:
     from loader.hub_link import HubProcess
     from loader.manifest import Manifest
+    from loader.options import StreamOptions
     from loader.stream import WeightStream
     from runtime.engine import Engine
     from runtime.family import Family, ImageResolver, Prepared
+    from runtime.native_nccl import Communicator
     from runtime.parallel.connect import Connection
+    from runtime.parallel.early import EarlyCommunicator
     from runtime.parallel.engine import RankEngine
     from runtime.settings import Settings
 
@@ -44,11 +49,12 @@ def start_on_ranks(
     """
     _narrow_devices(environment)
     start = RankStart(environment, settings, timeline, body, resolve_image, on_family)
-    engine, prepared = run_start(start, timeline)
+    with without_collector():
+        engine, prepared = run_start(start, timeline)
     if environment.rank == 0:
         return engine, prepared
     with engine:
-        engine.follow()
+        engine.follow(prepared)
     sys.exit(0)
 
 
@@ -60,12 +66,14 @@ class RankStart(WorkerStart):
         self.environment = environment
         self.connection: Connection | None = None
         self.hub: HubProcess | None = None
+        self.early: EarlyCommunicator | None = None
         self.whole: Manifest | None = None
 
     def nodes(self) -> list[Node]:
         return [
             *super().nodes(),
-            Node("ranks", self.ranks, needs=("torch",), thread="ranks", cancel=self.leave),
+            Node("communicator", self.communicator, ("load",), "communicator", cancel=self.no_communicator),
+            Node("ranks", self.ranks, ("torch", "communicator"), "ranks", cancel=self.leave),
         ]
 
     def manifest(self, results: Results) -> Manifest:
@@ -130,19 +138,56 @@ class RankStart(WorkerStart):
             uploader,
         )
 
+    def stream_options(self) -> StreamOptions:
+        """Readers of one rank leave the other ranks' CPUs to them."""
+        options, local_size = super().stream_options(), self.environment.local_size
+        if options.threads is not None or local_size == 1 or self.shares_reader:
+            return options
+        from loader import budget
+
+        cpus = budget.cpu_count().value // local_size
+        return replace(options, threads=budget.reader_threads(cpus, budget.PARENTS_CPUS).value)
+
     def stop_loading(self) -> None:
         super().stop_loading()
         hub, self.hub = self.hub, None
         if hub is not None:
             hub.stop()
 
+    def communicator(self, results: Results) -> Communicator | None:
+        """Connect the GPUs during the import of torch, where the settings ask for it; None: left to torch."""
+        environment, preload = self.environment, self.preload
+        if self.settings.nccl != "early" or self.device != "cuda" or environment.size == 1:
+            return None
+        communicator, problem = None, ""
+        if environment.local_size < environment.size:
+            problem = "ranks on several hosts"
+        elif preload is None:
+            problem = "its libraries are not mapped early"
+        else:
+            from runtime.parallel.early import early_communicator
+
+            preload.join()
+            self.early = early_communicator(environment)
+            communicator, problem = self.early.make(), self.early.problem
+        self.timeline.note(communicator="early" if communicator else f"left to torch: {problem}")
+        return communicator
+
+    def no_communicator(self) -> None:
+        if self.early is not None:
+            self.early.cancel()
+
     def ranks(self, results: Results) -> Connection:
         from runtime.parallel.connect import connect
         from runtime.parallel.guard import GuardTimes
 
         self.connection = connect(
-            self.environment, self.device, GuardTimes(limit_s=self.settings.rank_limit_s)
+            self.environment,
+            self.device,
+            GuardTimes(limit_s=self.settings.rank_limit_s),
+            early=results["communicator"],
         )
+        self.timeline.note(connect_s=dict(self.connection.seconds))
         return self.connection
 
     def leave(self) -> None:

@@ -131,12 +131,24 @@ class MiniMaxH3:
     def native_operations(
         self, prepared: Prepared | None, native: NativeTorch, items: Collection[str]
     ) -> Iterator[str]:
+        return self.native_operations_on_ranks(prepared, native, items, ranks=1, is_sharded=False)
+
+    def native_operations_on_ranks(
+        self,
+        prepared: Prepared | None,
+        native: NativeTorch,
+        items: Collection[str],
+        ranks: int,
+        is_sharded: bool,
+    ) -> Iterator[str]:
+        """See `runtime.parallel.family.RankFamily`."""
         from runtime.families.minimax_h3.native_operations import operations
+        from runtime.families.minimax_h3.shards import share_of
 
         if self._manifest.model["dtype"] != "BF16":
             return iter(())
-        sequence = None if prepared is None else prepared.parts["sequence"]
-        return operations(native, items, self.capabilities.config, sequence)
+        config, sequence = self.capabilities.config, None if prepared is None else prepared.parts["sequence"]
+        return operations(native, items, config, sequence, share_of(config, ranks, is_sharded))
 
     def warm_up_libraries(self, prepared: Prepared, device: str) -> None:
         from loader.torch_api import torch_dtype
@@ -201,16 +213,19 @@ class MiniMaxH3:
         is_sharded: bool,
     ) -> None:
         """See `runtime.parallel.family.RankFamily`."""
+        from runtime.families.minimax_h3.model.flash_by_name import without_choosing
         from runtime.families.minimax_h3.model.ranks_job import RanksJob
         from runtime.families.minimax_h3.model.warm_up import condition_on_zeros
 
+        used = compute if prepared is None else without_choosing(compute)
+
         def make_job(given: JobInput, weights: WeightSource) -> RanksJob:
-            return RanksJob(given, hold(weights), compute, connection, is_sharded)
+            return RanksJob(given, hold(weights), used, connection, is_sharded)
 
         if prepared is None:
-            self._run_on_zeros(compute, make_job)
+            self._run_on_zeros(used, make_job)
         else:
-            condition_on_zeros(self._job_input(prepared), self._manifest, compute, make_job)
+            condition_on_zeros(self._job_input(prepared), self._manifest, used, make_job)
 
     def _job_input(self, prepared: Prepared) -> JobInput:
         from runtime.families.minimax_h3.model.job import JobInput

@@ -22,38 +22,47 @@ from runtime.families.minimax_h3.products import (
     end_products,
     largest,
     refiner_products,
+    text_heads,
     text_products,
 )
+from runtime.families.minimax_h3.shards import Share
 from runtime.native_torch import Handle, NativeTorch
 
 _BF16 = 2  # bytes
 _ANY_ROWS = 16
+_WHOLE = Share()
 
 
 def operations(
-    native: NativeTorch, items: Collection[str], config: H3Config, sequence: PackedSequence | None
+    native: NativeTorch,
+    items: Collection[str],
+    config: H3Config,
+    sequence: PackedSequence | None,
+    share: Share = _WHOLE,
 ) -> Iterator[str]:
     """See `runtime.native_warm_up.Operations`. What the conditioner needs comes first: it is needed first.
 
     Args:
         sequence: None: only items that need none.
+        share: on several ranks, over how many of them what is spread. Where parts differ in size, the largest one.
     """
     if "kernels" in items:
         yield from _elementwise(native, config.text, _ANY_ROWS)
     if sequence is None:
         return
     if "operators" in items:
-        yield from _products(native, config, sequence.num_text)
-        yield from _attention(native, config, sequence.num_text)
+        yield from _products(native, config, sequence.num_text, share)
+        yield from _attention(native, config, sequence.num_text, share)
     if "attention" in items:
-        yield _plan(native, config, sequence.num_rows)
+        yield _plan(native, config, sequence.num_rows, share)
     if "step" in items:
-        yield from _step(native, config, sequence)
+        yield from _step(native, config, sequence, share)
 
 
-def _plan(native: NativeTorch, config: H3Config, rows: int) -> str:
+def _plan(native: NativeTorch, config: H3Config, rows: int, share: Share) -> str:
     """cuDNN's, for the operands of a block."""
-    H, K = config.transformer.num_attention_heads, config.transformer.attention_head_dim
+    transformer = config.transformer
+    H, K = transformer.num_attention_heads // share.rows, transformer.attention_head_dim
     fused = native.empty(rows, 3 * H * K)
     native.zero_(fused)
     q, k, v = (native.heads(fused, rows, H, K, offset=part * H * K) for part in range(3))
@@ -91,17 +100,24 @@ def _elementwise(native: NativeTorch, text: TextConfig, rows: int) -> Iterator[s
     yield "refiner's norm"
 
 
-def _products(native: NativeTorch, config: H3Config, rows: int) -> Iterator[str]:
+def _products(native: NativeTorch, config: H3Config, rows: int, share: Share) -> Iterator[str]:
     """Matrix products of both; weights and operands are one piece of memory."""
-    (D, T), *blocks = refiner_products(config.transformer)
-    shapes = [*text_products(config.text), *blocks]
-    inner_most = max(T, *(inner for _, inner in shapes))
-    memory = native.empty(max(largest([(D, T), *shapes]), rows * inner_most, D))
+    (D, T), *blocks = refiner_products(config.transformer, one_by_one=share.rows > 1)
+    text, refined = text_products(config.text, share.conditioner), _part(rows, share)
+    inner_most = max(T, *(inner for _, inner in (*text, *blocks)))
+    memory = native.empty(max(largest([(D, T), *text, *blocks]), rows * inner_most, D))
     native.zero_(memory)
-    for shape in shapes:
+    for shape in text:
         yield _product(native, memory, rows, *shape)
-    _with_bias(native, memory, rows, D, T)
+    for shape in blocks:
+        yield _product(native, memory, refined, *shape)
+    _with_bias(native, memory, refined, D, T)
     yield "refiner's input"
+
+
+def _part(rows: int, share: Share) -> int:
+    """Rows of the largest part."""
+    return -(-rows // share.rows)
 
 
 def _product(native: NativeTorch, memory: Handle, rows: int, width: int, inner: int) -> str:
@@ -120,11 +136,11 @@ def _with_bias(
         native.add_product(out, native.view(memory, width), native.view(memory, rows, inner), weight)
 
 
-def _attention(native: NativeTorch, config: H3Config, rows: int) -> Iterator[str]:
+def _attention(native: NativeTorch, config: H3Config, rows: int, share: Share) -> Iterator[str]:
     text, transformer = config.text, config.transformer
-    H = transformer.num_attention_heads
+    H = transformer.num_attention_heads // share.rows
     for name, heads, groups, K, causal in (
-        ("text", text.num_attention_heads, text.num_key_value_heads, text.head_dim, True),
+        ("text", *text_heads(text, share.conditioner), text.head_dim, True),
         ("refiner", H, H, transformer.attention_head_dim, False),
     ):
         fused = native.empty(rows, (heads + 2 * groups) * K)
@@ -137,13 +153,16 @@ def _attention(native: NativeTorch, config: H3Config, rows: int) -> Iterator[str
         yield f"{name} attention"
 
 
-def _step(native: NativeTorch, config: H3Config, sequence: PackedSequence) -> Iterator[str]:
+def _step(native: NativeTorch, config: H3Config, sequence: PackedSequence, share: Share) -> Iterator[str]:
     """The device memory of one evaluation, taken in one piece and left to torch's allocator; then products out of it."""
-    transformer = config.transformer
+    transformer, rows_of_rank = config.transformer, _part(sequence.num_rows, share)
     with native.scratch():
-        native.empty(activation_bytes(transformer, sequence.num_rows, _BF16) // _BF16)
+        native.empty(activation_bytes(transformer, rows_of_rank, _BF16) // _BF16)
     yield "memory of a step"
-    counts = {"video": sequence.num_condition + sequence.num_video, "audio": sequence.num_audio}
+    counts = {
+        "video": _part(sequence.num_condition + sequence.num_video, share),
+        "audio": _part(sequence.num_audio, share),
+    }
     shapes = [(counts[stream], *shape) for stream, *shape in end_products(transformer)]
     with native.scratch():
         most = max(max(width * inner, rows * inner, width) for rows, width, inner in shapes)
@@ -154,8 +173,8 @@ def _step(native: NativeTorch, config: H3Config, sequence: PackedSequence) -> It
                 _with_bias(native, memory, rows, width, inner, "float32")
                 yield f"float32 product {width} x {inner}"
     with native.scratch():
-        blocks, rows = block_products(transformer), sequence.num_rows
-        memory = native.empty(max(largest(blocks), rows * max(inner for _, inner in blocks)))
+        blocks = block_products(transformer, share.projection, one_by_one=share.rows > share.projection)
+        memory = native.empty(max(largest(blocks), rows_of_rank * max(inner for _, inner in blocks)))
         native.zero_(memory)
         for shape in blocks:
-            yield f"block's {_product(native, memory, rows, *shape)}"
+            yield f"block's {_product(native, memory, rows_of_rank, *shape)}"

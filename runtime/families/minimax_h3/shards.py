@@ -11,6 +11,7 @@ Everything else is shared: norms, output projections, the DiT's feed-forward and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from loader.errors import CapabilityError
 from runtime.families.minimax_h3.config import H3Config
@@ -38,6 +39,28 @@ def gathers_hidden(size: int) -> bool:
 def cuts_conditioner(config: H3Config, size: int) -> bool:
     """Whether conditioner layers are sharded for this number of ranks."""
     return size <= config.text.num_key_value_heads
+
+
+@dataclass(frozen=True)
+class Share:
+    """Over how many ranks a part of a request is spread.
+
+    rows: packed rows, and heads inside an attention. conditioner: its heads and feed-forward columns. projection: the heads
+    of `to_qkv` of a DiT block.
+    """
+
+    rows: int = 1
+    conditioner: int = 1
+    projection: int = 1
+
+
+def share_of(config: H3Config, size: int, is_sharded: bool) -> Share:
+    """That of each of `size` ranks. is_sharded: they hold shards, not whole weights."""
+    return Share(
+        rows=size,
+        conditioner=size if is_sharded and cuts_conditioner(config, size) else 1,
+        projection=size if is_sharded and gathers_hidden(size) else 1,
+    )
 
 
 def cut_of(config: H3Config, tensor: str, rank: int, size: int) -> Cut | None:

@@ -23,7 +23,10 @@ from loader.manifest import read_manifest
 from loader.options import StreamOptions
 from prepare.cli import prepare_main
 from runtime.compute import Compute
+from runtime.families.minimax_h3.native_operations import operations
+from runtime.families.minimax_h3.shards import Share, share_of
 from runtime.family import family_for
+from runtime.native_torch import NativeTorch
 from runtime.ops.attention import attention
 from runtime.parallel.environment import RankEnvironment
 from runtime.parallel.family import FamilyOnRanks
@@ -31,8 +34,10 @@ from runtime.parallel.prepared import rank_manifest
 from runtime.parallel.start import RankStart
 from runtime.settings import Settings
 from runtime.timeline import Timeline
+from runtime.torch_preload import find_torch
 from scripts.tiny_checkpoint import write_tiny_checkpoint
 from tests.fakes.driver import FakeDriver
+from tests.fakes.products import Products
 
 ROOT = Path(__file__).parents[3]
 REQUEST = {"prompt": "a lamp in the rain", "size": "64x64", "num_frames": 56, "seed": 3}
@@ -165,6 +170,25 @@ def test_warm_up_covers_a_rank_s_share_of_attention(bundle: Path) -> None:
     assert {shape[0] for shape in short} == {len(prepared.parts["tokens"].ids)}
     family.warm_up(None, compute)
     assert [shape[1:] for shape in long] == [(heads, head_dim)]
+
+
+def test_what_is_warmed_natively_has_the_shapes_of_a_rank_s_share(bundle: Path) -> None:
+    """Against the products that the share runs on zeros, in the conditioner and in one evaluation."""
+    manifest = rank_manifest(read_manifest(bundle), 0, 2)
+    inner = family_for(manifest, bundle)
+    family = FamilyOnRanks(inner, manifest, True, 0, 2, lambda: pytest.fail("no ranks"))
+    config, prepared = inner.capabilities.config, family.prepare(family.parse(REQUEST))
+    with Products() as run:
+        family.warm_up(None, Compute("cpu", attention, attention))
+    native = NativeTorch(find_torch(), "cpu")
+    share = share_of(config, 2, is_sharded=True)
+    done = [*operations(native, ("operators", "step"), config, prepared.parts["sequence"], share)]
+    native.close()
+    D, T = config.transformer.hidden_size, config.transformer.text_dim
+    named = {name.partition("product ")[2] for name in done if "product" in name} | {f"{D} x {T}"}
+    assert named == {f"{width} x {columns}" for width, columns, _ in run.seen}
+    assert share == Share(rows=2, conditioner=2, projection=2)
+    assert share_of(config, 8, is_sharded=False) == Share(rows=8)
 
 
 class StartOnFakeDevice(RankStart):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,12 @@ from runtime.parallel.ulysses import GatheredHidden, ProjectedHeads
 from tests.runtime.parallel.thread_ranks import on_threads
 
 HEADS, WIDTH, HIDDEN = 8, 4, 6
+Team = Callable[[int, Callable[..., Any]], list[Any]]
 
 
-def run_exchange(size: int, num_rows: int, scheme: str, parts: int, chunk_rows: int = 3):
+def run_exchange(
+    size: int, num_rows: int, scheme: str, parts: int, chunk_rows: int = 3, team: Team = on_threads
+):
     """Integer-valued products, exact in float32: (parts of all heads, rows, received bytes) as gathered from ranks."""
     generator = torch.Generator().manual_seed(size * 100 + num_rows)
     x = torch.randint(-3, 4, (num_rows, HIDDEN), generator=generator).float()
@@ -45,7 +49,7 @@ def run_exchange(size: int, num_rows: int, scheme: str, parts: int, chunk_rows: 
             back[place] = rows
         return arrived, back, inward, ranks.received_bytes - inward
 
-    results = on_threads(size, run)
+    results = team(size, run)
     expected = torch.einsum("nd,phkd->pnhk", x, matrices)
     for index in range(parts):
         assert torch.equal(torch.cat([r[0][index] for r in results], dim=1), expected[index])

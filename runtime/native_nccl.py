@@ -1,0 +1,226 @@
+"""NCCL through ctypes: a communicator that needs no torch, and the few calls that ranks use.
+
+torch makes its communicators after it has been imported. Made here, on a thread without the interpreter lock, a communicator is
+ready when torch is. Everything moves as bytes: nothing here adds numbers up. Standard library only; signatures are those of
+nccl.h, which NCCL keeps within its major version 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from typing import Any
+
+from loader.errors import CapabilityError, InternalError
+
+LIBRARY = "libnccl.so.2"
+_SUCCESS = 0
+_BYTES = 1  # ncclUint8
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
+_ABORT_WITHIN_S = 1.0
+
+ID_BYTES = 128
+
+
+class _Id(ctypes.Structure):
+    """ncclUniqueId, passed by value."""
+
+    _fields_ = (("internal", c_ubyte * ID_BYTES),)
+
+
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "ncclGetVersion": (POINTER(c_int),),
+    "ncclGetUniqueId": (POINTER(_Id),),
+    "ncclCommInitRank": (POINTER(c_void_p), c_int, _Id, c_int),
+    "ncclCommDestroy": (c_void_p,),
+    "ncclCommAbort": (c_void_p,),
+    "ncclAllGather": (c_void_p, c_void_p, c_size_t, c_int, c_void_p, c_void_p),
+    "ncclBroadcast": (c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
+    "ncclSend": (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
+    "ncclRecv": (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
+    "ncclGetErrorString": (c_int,),
+}
+_DRIVER_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "cuStreamCreate": (POINTER(c_void_p), c_uint),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
+    "cuMemFree_v2": (c_uint64,),
+}
+
+
+class Nccl:
+    """The library, every return code checked.
+
+    Args:
+        library: in place of the mapped one, for tests.
+    Raises: CapabilityError: it is not mapped into this process, or lacks a function.
+    """
+
+    def __init__(self, library: Any = None) -> None:
+        try:
+            mode = os.RTLD_NOW | os.RTLD_NOLOAD
+            self._library = ctypes.CDLL(LIBRARY, mode=mode) if library is None else library
+            for name, arguments in _ARGUMENTS.items():
+                getattr(self._library, name).argtypes = arguments
+            self._library.ncclGetErrorString.restype = c_char_p
+        except (OSError, AttributeError) as cause:
+            raise CapabilityError(f"cannot be used: {cause}", where=LIBRARY) from cause
+
+    def version(self) -> int:
+        """As NCCL counts: 22809 is 2.28.9."""
+        number = c_int()
+        self.call("ncclGetVersion", byref(number))
+        return number.value
+
+    def new_id(self) -> bytes:
+        """What all ranks of one communicator must know; whoever makes it listens on a socket for them."""
+        made = _Id()
+        self.call("ncclGetUniqueId", byref(made))
+        return bytes(made)
+
+    def join(self, size: int, rank: int, unique_id: bytes) -> int:
+        """A communicator on this thread's device, once all ranks have called this."""
+        communicator = c_void_p()
+        self.call("ncclCommInitRank", byref(communicator), size, _Id.from_buffer_copy(unique_id), rank)
+        return communicator.value or 0
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Raises: InternalError: the call failed."""
+        code = getattr(self._library, name)(*arguments)
+        if code != _SUCCESS:
+            text = (self._library.ncclGetErrorString(code) or b"").decode("utf-8", "replace")
+            raise InternalError(f"{name} failed: {text}", where="NCCL", found=code)
+
+
+class DeviceCalls:
+    """What a communicator needs of the driver. A context is current on the thread. Raises: see `Nccl`."""
+
+    def __init__(self, library: Any = None) -> None:
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1") if library is None else library
+            for name, arguments in _DRIVER_ARGUMENTS.items():
+                getattr(self._library, name).argtypes = arguments
+        except (OSError, AttributeError) as cause:
+            raise CapabilityError(f"cannot be used: {cause}", where="libcuda.so.1") from cause
+
+    def new_stream(self) -> int:
+        stream = c_void_p()
+        self._call("cuStreamCreate", byref(stream), _NON_BLOCKING)
+        return stream.value or 0
+
+    def synchronize(self, stream: int) -> None:
+        self._call("cuStreamSynchronize", stream)
+
+    def destroy_stream(self, stream: int) -> None:
+        self._call("cuStreamDestroy_v2", stream)
+
+    @contextlib.contextmanager
+    def memory(self, size: int) -> Iterator[int]:
+        """Device memory of `size` bytes; its address."""
+        address = c_uint64()
+        self._call("cuMemAlloc_v2", byref(address), size)
+        try:
+            yield address.value
+        finally:
+            self._call("cuMemFree_v2", address)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code != _SUCCESS:
+            raise InternalError(f"{name} failed", where="CUDA driver", found=code)
+
+
+class Communicator:
+    """One rank's end; all ranks make the same calls in the same order. Calls queue work on `stream` and return.
+
+    Args:
+        unique_id: `Nccl.new_id` of one rank, known to all.
+    Raises of all methods: InternalError: a call failed, or the communicator was aborted.
+    """
+
+    def __init__(self, nccl: Nccl, device: DeviceCalls, size: int, rank: int, unique_id: bytes) -> None:
+        self.size, self.rank = size, rank
+        self._nccl, self._device = nccl, device
+        self._lock = threading.Lock()
+        self.stream = device.new_stream()
+        self._handle = nccl.join(size, rank, unique_id)
+
+    def all_gather(self, source: int, target: int, count: int) -> None:
+        """`count` bytes at `source` of every rank to `target`, in rank order."""
+        with self._usable() as handle:
+            self._nccl.call("ncclAllGather", source, target, count, _BYTES, handle, self.stream)
+
+    def broadcast(self, address: int, count: int, root: int) -> None:
+        with self._usable() as handle:
+            self._nccl.call("ncclBroadcast", address, address, count, _BYTES, root, handle, self.stream)
+
+    def exchange(
+        self, sent: Sequence[tuple[int, int, int]], received: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """All at once; each is (rank, address, bytes). A rank may send to itself."""
+        with self._usable() as handle:
+            self._nccl.call("ncclGroupStart")
+            try:
+                for rank, address, count in sent:
+                    self._nccl.call("ncclSend", address, count, _BYTES, rank, handle, self.stream)
+                for rank, address, count in received:
+                    self._nccl.call("ncclRecv", address, count, _BYTES, rank, handle, self.stream)
+            finally:
+                self._nccl.call("ncclGroupEnd")
+
+    def use_once(self, gathered: Sequence[int], exchanged: int) -> None:
+        """On all ranks: connect to every peer and load the kernels, and wait for that.
+
+        Args:
+            gathered: bytes of a rank's part, for one gather each: NCCL has another kernel for another size.
+            exchanged: bytes that go from every rank to every rank.
+        """
+        most = max(*gathered, exchanged)
+        with self._device.memory((2 * self.size + 1) * most) as memory:
+            for count in gathered:
+                self.all_gather(memory, memory + most, count)
+            places = [
+                (rank, memory + (1 + rank) * most, memory + (1 + self.size + rank) * most)
+                for rank in range(self.size)
+            ]
+            self.exchange(
+                [(rank, sent, exchanged) for rank, sent, _ in places],
+                [(rank, received, exchanged) for rank, _, received in places],
+            )
+            self._device.synchronize(self.stream)
+
+    def abort(self) -> None:
+        """Make everything under way end, on any thread. Results are whatever memory holds then. Works twice.
+
+        A call of another thread that waits for a dead rank may keep the communicator: then nothing happens.
+        """
+        if self._lock.acquire(timeout=_ABORT_WITHIN_S):
+            try:
+                handle, self._handle = self._handle, 0
+                if handle:
+                    self._nccl.call("ncclCommAbort", handle)
+            finally:
+                self._lock.release()
+
+    def close(self) -> None:
+        """Wait for what is under way and leave; nothing after `abort`."""
+        with self._lock:
+            handle, self._handle = self._handle, 0
+            if handle:
+                self._device.synchronize(self.stream)
+                self._nccl.call("ncclCommDestroy", handle)
+                self._device.destroy_stream(self.stream)
+
+    @contextlib.contextmanager
+    def _usable(self) -> Iterator[int]:
+        with self._lock:
+            if not self._handle:
+                raise InternalError("the communicator was aborted", where="NCCL")
+            yield self._handle

@@ -1,0 +1,71 @@
+"""A rank other than 0: the request that it prepared in its start is not prepared again for rank 0's command."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from loader.errors import InternalError
+from runtime.parallel.engine import RankEngine
+from runtime.parallel.family import RankPrepared
+
+BODY = {"prompt": "a lamp", "seed": 3}
+
+
+def engine(waiting: Any) -> RankEngine:
+    made = RankEngine.__new__(RankEngine)
+    made._waiting = waiting
+    made.prepare = lambda body: ("made from", body)  # type: ignore[assignment, method-assign, return-value]
+    return made
+
+
+def prepared(body: Any) -> RankPrepared:
+    waiting = RankPrepared.__new__(RankPrepared)
+    object.__setattr__(waiting, "body", body)
+    return waiting
+
+
+def test_the_waiting_request_is_taken_once() -> None:
+    waiting = prepared(dict(BODY))
+    rank = engine(waiting)
+    assert rank._prepared(dict(BODY)) is waiting
+    assert rank._prepared(dict(BODY)) == ("made from", BODY)
+
+
+@pytest.mark.parametrize("waiting", [None, prepared({**BODY, "seed": 4})], ids=["none", "another"])
+def test_another_request_is_made_from_its_body(waiting: Any) -> None:
+    rank = engine(waiting)
+    assert rank._prepared(dict(BODY)) == ("made from", BODY)
+    assert rank._waiting is None
+
+
+def test_a_measurement_that_fails_is_everybodys_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the others would wait inside a section for a rank that has left."""
+    reported: list[str] = []
+
+    def report(cause: str) -> InternalError:
+        reported.append(cause)
+        return InternalError(f"rank 0 of 2 failed: {cause}")
+
+    class Request:
+        def __enter__(self) -> None:
+            return None
+
+        def __exit__(self, *error: object) -> None:
+            return None
+
+    guard = SimpleNamespace(failure=None, report=report, job=Request)
+    control = SimpleNamespace(exchange=lambda command: None, request=Request, can_stop=False)
+    rank = engine(None)
+    rank.connection = SimpleNamespace(guard=guard, control=control)  # type: ignore[assignment]
+    rank._job = None
+
+    def fails(prepared: object) -> None:
+        raise ValueError("out of paint")
+
+    monkeypatch.setattr(rank, "start_job", fails, raising=False)
+    with pytest.raises(InternalError, match="rank 0 of 2 failed: out of paint"):
+        rank.measure(prepared(dict(BODY)), steps=1)
+    assert reported == ["out of paint"]
