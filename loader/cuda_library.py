@@ -9,10 +9,10 @@ from __future__ import annotations
 import ctypes
 import functools
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
-from typing import TYPE_CHECKING
 
 from loader.errors import CapabilityError, InternalError
 
+TYPE_CHECKING = False  # the typing module costs as much as everything else on the way to the context
 if TYPE_CHECKING:
     from loader.arena import DeviceArena
 
@@ -44,6 +44,9 @@ _ARGUMENTS = {
     "cuMemRelease": (c_uint64,),
     "cuGetErrorName": (c_int, ctypes.POINTER(c_char_p)),
 }
+
+
+START_HINT = "check that the container has a GPU and a driver for CUDA 13"
 
 
 @functools.cache
@@ -82,7 +85,10 @@ class CudaLibrary:
 
     def retain_context(self, ordinal: int) -> int:
         count, device, context = c_int(), c_int(), c_void_p()
-        self._call("cuInit", 0)
+        try:
+            self._call("cuInit", 0)
+        except InternalError as error:
+            raise CapabilityError(f"CUDA cannot start: {error}", where="cuInit", hint=START_HINT) from error
         self._call("cuDeviceGetCount", byref(count))
         if ordinal >= count.value:
             raise CapabilityError(

@@ -185,7 +185,8 @@ class CudaDriver:
 
     def retain_context(self, ordinal: int) -> int:
         cu = self._cu
-        hint = "check that the container has a GPU and a driver for CUDA 13"
+        from loader.cuda_library import START_HINT as hint
+
         try:
             result = cu.cuInit(0)
         except RuntimeError as error:  # no libcuda

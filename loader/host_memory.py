@@ -26,10 +26,19 @@ def private_memory(size: int) -> mmap.mmap:
     return memory
 
 
-def first_touch(memory: mmap.mmap, page_bytes: int = _HUGE_PAGE) -> Callable[[int, int], None]:
+def page_bytes(setting: str = "/sys/kernel/mm/transparent_hugepage/enabled") -> int:
+    """Of the pages that `private_memory` gets. setting: what the kernel says of huge ones."""
+    try:
+        with open(setting, encoding="utf-8") as file:  # noqa: PTH123 - no pathlib on the cold path
+            return mmap.PAGESIZE if "[never]" in file.read() else _HUGE_PAGE
+    except OSError:
+        return mmap.PAGESIZE
+
+
+def first_touch(memory: mmap.mmap, page_bytes: int) -> Callable[[int, int], None]:
     """A function of (first, count) that makes the pages which begin in these bytes of `memory` exist.
 
-    It writes a zero to the first byte of each page, so it must come before anything is read there. A system call that
+    It writes a zero to the first byte of each page, of small pages to all of them, so it must come before anything is read there. A system call that
     reads into a page which does not exist takes the lock of the process's whole memory map, and so does a driver that
     makes its context meanwhile; a page touched from user space takes that of its mapping alone (since Linux 6.4).
     """
@@ -40,6 +49,9 @@ def first_touch(memory: mmap.mmap, page_bytes: int = _HUGE_PAGE) -> Callable[[in
     base = address_of(memory)
 
     def touch(first: int, count: int) -> None:
+        if page_bytes == mmap.PAGESIZE:
+            ctypes.memset(base + first, 0, count)  # one call, not one a page
+            return
         for page in range(-(-(base + first) // page_bytes) * page_bytes, base + first + count, page_bytes):
             ctypes.memset(page, 0, 1)  # without the interpreter's lock
 

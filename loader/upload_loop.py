@@ -64,6 +64,7 @@ class Upload:
         self._has_copied = False
         self._spent: set[int] = set()  # slots that are not filled again
         self._has_told_refusal = False
+        self._has_given_slots = self._has_told_pinned = False
         self.pinned = ("", 0, 0)  # of a mark, once the ring was given back
         self.is_done = False
         try:
@@ -99,6 +100,9 @@ class Upload:
                 os.close(fd)
             raise
         sizes = b"".join(talk.TIME.pack(mapped) for _, mapped in self._arenas)
+        self._post.send(
+            talk.CONTEXT
+        )  # not before: the parent makes one of its own then, and the driver takes turns
         self._post.send(talk.ARENAS, sizes, fds)
         self._post.mark("uploader: device arenas", start, sum(work.arenas))
         self._stream = driver.stream_create()
@@ -218,6 +222,9 @@ class Upload:
             self._waiting.append(record)
             if not is_reusable:
                 self._spent.add(slot)
+        if ring.pinned_bytes == ring.choice.bytes and not self._has_told_pinned:
+            self._has_told_pinned = True
+            self._post.mark("uploader: every slot pinned", time.monotonic_ns(), ring.pinned_bytes)
         if ring.refusal and not self._has_told_refusal:
             self._has_told_refusal = True
             if not ring.pinned_bytes and not self._has_copied:
@@ -238,6 +245,9 @@ class Upload:
     def _give_slots(self) -> None:
         slots = [] if self.is_done else self._slots.take()
         if slots:
+            if not self._has_given_slots:
+                self._has_given_slots = True
+                self._post.mark("uploader: first slot back", time.monotonic_ns())
             try:
                 os.write(self._free, b"".join(map(wire.SLOT.pack, slots)))
             except OSError:

@@ -46,14 +46,19 @@ class Opening:
 
     def _run(self) -> None:
         try:
-            self.driver = _make_driver(self._factory)
-            self.context = self.driver.retain_context(self._ordinal)
+            self.driver, self.context = self._open()
         except WorkerError as error:
             self._failure = error
         except Exception as error:  # noqa: BLE001 - border of a thread: reported to the parent
             self._failure = InternalError(f"no CUDA context: {error!r}", where="loader.upload_process")
         self.end_ns = time.monotonic_ns()
         os.close(self._done)
+
+    def _open(self) -> tuple[Driver, int]:
+        if self._factory:
+            driver = _faked_driver(self._factory)
+            return driver, driver.retain_context(self._ordinal)
+        return open_beside_import(self._ordinal)
 
     def take(self) -> Driver:
         """After `fd` became readable; the context is current in the calling thread then. Raises: Refused."""
@@ -64,12 +69,37 @@ class Opening:
         return self.driver
 
 
-def _make_driver(factory: str) -> Driver:
-    """`CudaDriver`, or in tests what `module:function` returns."""
-    if not factory:
-        from loader.driver import CudaDriver
+def open_beside_import(ordinal: int) -> tuple[Driver, int]:
+    """The driver and the device's primary context. `cuda.bindings` is imported (40 ms) while the context is being made without it.
 
-        return CudaDriver()
+    Raises: CapabilityError, InternalError.
+    """
+    from loader.cuda_library import cuda_library
+
+    made: list[Driver] = []
+    failures: list[BaseException] = []
+
+    def import_driver() -> None:
+        try:
+            from loader.driver import CudaDriver
+
+            made.append(CudaDriver())
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    thread = threading.Thread(target=import_driver, name="driver", daemon=True)
+    thread.start()
+    try:
+        context = cuda_library().retain_context(ordinal)
+    finally:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return made[0], context
+
+
+def _faked_driver(factory: str) -> Driver:
+    """In tests: what `module:function` returns."""
     if os.environ.get(wire.FAULT_VARIABLE) != "1":
         raise CapabilityError(
             "fault injection is not allowed here",
@@ -90,7 +120,7 @@ class OwnReader:
     """
 
     def __init__(self, fds: list[int]) -> None:
-        from loader.host_memory import first_touch, private_memory
+        from loader.host_memory import first_touch, page_bytes, private_memory
 
         plan_fd, rows_fd, free, full, ctl = fds
         self._reader = wire.reader_of(free, full, ctl, rows_fd, plan_fd)
@@ -105,7 +135,7 @@ class OwnReader:
             target=self._reader._guard, args=(self._reader.serve, plan, memoryview(self.memory)), daemon=True
         )
         self._thread.start()
-        self._reader.touch = first_touch(self.memory)  # the first reads need not wait for it
+        self._reader.touch = first_touch(self.memory, page_bytes())  # the first reads need not wait for it
 
     def wait(self) -> None:
         """Until the parent wants nothing more of it."""
@@ -159,7 +189,6 @@ def _serve(sock: socket.socket, post: Post, opening: Opening, ordinal: int) -> N
         work.unpack.prepare(lambda: opening.end_ns > 0)
     driver = _wait_for(opening, sock)
     post.send(talk.MARK, talk.encode_mark("uploader: cuda context", opening.start_ns, opening.end_ns))
-    post.send(talk.CONTEXT)
     prefault = _start_prefault(memory, work) if reader is None else None
     ring = Ring(driver, memory, RingChoice(work.slots, work.slot_bytes, ""), "register", work.may_shrink)
     del memory  # it goes with the ring
@@ -204,7 +233,9 @@ def _start_prefault(memory: mmap.mmap, work: talk.UploadWork) -> Prefault:
 def main(arguments: list[str]) -> None:
     """Entry. Arguments: descriptor of the socket, parent's pid or 0, device ordinal, driver factory of tests or ""."""
     import _signal  # type: ignore[import-not-found]  # the public module spends 8 ms on its enums
+    import gc
 
+    gc.disable()  # a collection would hold up readers and copies alike, and this process makes no cycles that matter
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     fd, parent, ordinal = map(int, arguments[:3])
     opening = Opening(arguments[3], ordinal)
@@ -214,25 +245,30 @@ def main(arguments: list[str]) -> None:
 
     sock = socket.socket(fileno=fd)
     post = Post(sock)
+    code = 0
     try:
         _serve(sock, post, opening, ordinal)
     except (Stop, wire.Stop):
-        return
+        pass
     except EOFError:
-        _last_words(post, talk.GONE)
+        code = _last_words(post, talk.GONE)
     except Refused as refused:
-        _last_words(post, talk.REFUSED, refused.error)
+        code = _last_words(post, talk.REFUSED, refused.error)
     except WorkerError as error:
-        _last_words(post, talk.FAILED, error)
+        code = _last_words(post, talk.FAILED, error)
     except Exception as error:  # noqa: BLE001 - border of the process: reported to the parent
-        _last_words(
-            post, talk.FAILED, InternalError(f"uploader failed: {error!r}", where="loader.upload_process")
-        )
+        failure = InternalError(f"uploader failed: {error!r}", where="loader.upload_process")
+        code = _last_words(post, talk.FAILED, failure)
+    if not opening.end_ns:
+        os._exit(code)  # a library that is being initialised aborts a process that ends as usual
+    sys.exit(code)
 
 
-def _last_words(post: Post, kind: int, error: WorkerError | None = None) -> None:
+def _last_words(post: Post, kind: int, error: WorkerError | None = None) -> int:
+    """The exit code: 1 if the parent is gone and did not hear them."""
     try:
         post.send(kind, talk.encode_error(error) if error else b"")
         post.wait_empty()
     except Stop:
-        sys.exit(1)
+        return 1
+    return 0

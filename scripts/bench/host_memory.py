@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from loader.driver import CudaDriver, address_of
-from loader.host_memory import first_touch, private_memory
+from loader.host_memory import first_touch, page_bytes, private_memory
 from scripts.bench.common import storage, write_result
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -270,7 +270,7 @@ def write_file(file: Path, size: int) -> float:
 
 def fill(file: Path, memory: mmap.mmap, threads: int = 13, is_touched: bool = False) -> float:
     """Read the file's start into all of `memory`, whose pages may be touched first; seconds."""
-    view, fd, touch = memoryview(memory), os.open(file, os.O_RDONLY), first_touch(memory)
+    view, fd, touch = memoryview(memory), os.open(file, os.O_RDONLY), first_touch(memory, page_bytes())
 
     def read(offset: int) -> None:
         if is_touched:

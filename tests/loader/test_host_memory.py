@@ -13,13 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from loader.host_memory import first_touch
+from loader.driver import address_of
+from loader.host_memory import first_touch, page_bytes
 
 PAGE = mmap.PAGESIZE
 
 
+@pytest.mark.parametrize("page", [PAGE, 2 * PAGE], ids=["small", "large"])
 @pytest.mark.parametrize("seed", range(20))
-def test_what_other_threads_have_filled_stays(seed: int, tmp_path: Path) -> None:
+def test_what_other_threads_have_filled_stays(seed: int, page: int, tmp_path: Path) -> None:
     """Parts with any bounds, in any order, each touched right before its own read."""
     rng = random.Random(seed)
     data = rng.randbytes(rng.randrange(1, 40 * PAGE))
@@ -29,7 +31,7 @@ def test_what_other_threads_have_filled_stays(seed: int, tmp_path: Path) -> None
     parts = list(itertools.pairwise(bounds))
     rng.shuffle(parts)
     memory = mmap.mmap(-1, len(data), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    touch, view = first_touch(memory, PAGE), memoryview(memory)
+    touch, view = first_touch(memory, page), memoryview(memory)
     fd = os.open(path, os.O_RDONLY)
 
     def work(mine: list[tuple[int, int]]) -> None:
@@ -46,12 +48,41 @@ def test_what_other_threads_have_filled_stays(seed: int, tmp_path: Path) -> None
     assert bytes(view) == data
 
 
-def test_only_pages_that_begin_in_the_range_are_written() -> None:
+def written(memory: mmap.mmap) -> list[int]:
+    """Places that are no `x` any more."""
+    return [place for place, byte in enumerate(memory[:]) if byte != ord("x")]
+
+
+def test_one_byte_is_written_of_large_pages_that_begin_in_the_range() -> None:
+    memory = mmap.mmap(-1, 12 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[:] = b"x" * len(memory)
+    first, count, base = PAGE + 1, 7 * PAGE, address_of(memory)
+    first_touch(memory, 2 * PAGE)(first, count)
+    assert written(memory) == [
+        place for place in range(first, first + count) if (base + place) % (2 * PAGE) == 0
+    ]
+    assert len(written(memory)) >= 3
+
+
+def test_the_whole_range_is_written_of_small_pages() -> None:
     memory = mmap.mmap(-1, 8 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory[:] = b"x" * len(memory)
     first_touch(memory, PAGE)(PAGE + 1, 3 * PAGE)
-    written = [place for place, byte in enumerate(memory[:]) if byte != ord("x")]
-    assert written == [2 * PAGE, 3 * PAGE, 4 * PAGE]
+    assert written(memory) == list(range(PAGE + 1, 4 * PAGE + 1))
+
+
+@pytest.mark.parametrize(
+    ("says", "is_large"),
+    [("[always] madvise never", True), ("always [madvise] never", True), ("always madvise [never]", False)],
+)
+def test_pages_are_as_large_as_the_kernel_grants_them(says: str, is_large: bool, tmp_path: Path) -> None:
+    setting = tmp_path / "enabled"
+    setting.write_text(says)
+    assert page_bytes(str(setting)) == (2 << 20 if is_large else PAGE)
+
+
+def test_pages_are_small_where_the_kernel_says_nothing(tmp_path: Path) -> None:
+    assert page_bytes(str(tmp_path / "enabled")) == PAGE
 
 
 _FAULTS_OF_A_READ = """
