@@ -2,8 +2,8 @@
 
     python -m scripts.bench.suite cold peer --work /mnt/w --out /tmp/out --seconds 1200
 
-Parts: `tests`, `ring`, `cold`, `peer`, `loader`, `imports`, `kernels`, `step`, `decode`, `codec`, `prepare` on one GPU, `ranks`
-and `ranks-start` on two. `peer` needs diffusers, `loader` diffusers and PyAV, `decode` PyAV, `codec` nvCOMP.
+Parts: `tests`, `ring`, `cold`, `peer`, `loader`, `imports`, `kernels`, `step`, `decode`, `codec`, `prepare` on one GPU, `tests-2`,
+`ranks` and `ranks-start` on two. `peer` needs diffusers, `loader` diffusers and PyAV, `decode` and `tests-2` PyAV, `codec` nvCOMP.
 
 `--work` is a folder in memory-backed storage (110 GB for `cold` and `ring`, whose directory `step` and `codec` use too; `codec`
 rewrites it and `peer` removes it to have room, so these come last; 160 GB for both parts on two GPUs, of which `ranks-start` is last): a tmpfs mounted with `huge=always`, whose pages are then
@@ -64,8 +64,8 @@ _FULL = _module(
 )  # fmt: skip
 
 
-def gpu_test_files(folder: Path = ROOT / "tests") -> list[str]:
-    """Paths of the test files that mark tests for one GPU, by their text.
+def gpu_test_files(mark: str, folder: Path = ROOT / "tests") -> list[str]:
+    """Paths of the test files that have this mark, `gpu` or `gpu2`, by their text.
 
     Only these are collected: others import packages that a rented host may lack, and one that cannot be imported ends
     the whole run.
@@ -73,8 +73,13 @@ def gpu_test_files(folder: Path = ROOT / "tests") -> list[str]:
     return sorted(
         str(path)
         for path in folder.rglob("test_*.py")
-        if re.search(r"\bmark\.gpu\b", path.read_text("utf-8"))
+        if re.search(rf"\bmark\.{mark}\b", path.read_text("utf-8"))
     )
+
+
+def _gpu_tests(mark: str, seconds: int) -> Bench:
+    command = ("-m", "pytest", "-q", "-m", mark, "--durations", "8", "-p", "no:cacheprovider")
+    return Bench(f"{mark} tests", (*command, *gpu_test_files(mark)), seconds)
 
 
 _RANKS = "{work}/ranks"
@@ -109,13 +114,8 @@ def _on_two_ranks(name: str, *arguments: str, seconds: int) -> Bench:
 
 
 PARTS: Mapping[str, tuple[Bench, ...]] = {
-    "tests": (
-        Bench(
-            "gpu tests",
-            ("-m", "pytest", "-q", "-m", "gpu", "--durations", "8", "-p", "no:cacheprovider", *gpu_test_files()),
-            240,
-        ),
-    ),
+    "tests": (_gpu_tests("gpu", seconds=240),),
+    "tests-2": (_gpu_tests("gpu2", seconds=150),),
     "ring": (
         _module("host_memory", "--work", "{work}", seconds=60),
         _FULL,

@@ -27,6 +27,7 @@ from runtime.families.minimax_h3.model.ranks_video import ArrivedUnit
 from runtime.ops.attention import attention
 from runtime.parallel.connect import Connection, connect
 from runtime.parallel.control import Control
+from runtime.parallel.early import early_communicator
 from runtime.parallel.environment import rank_environment
 from runtime.parallel.guard import GuardTimes
 from runtime.parallel.ranks import GroupRanks, OneRank
@@ -96,10 +97,10 @@ def idle(connection: Connection, seconds: float) -> Any:
     return connection.control.exchange()
 
 
-def fail(connection: Connection, rank: int, how: str) -> Any:
+def fail(connection: Connection, rank: int, how: str, device: str = "cpu") -> Any:
     """All ranks gather again and again; `rank` fails after the first time."""
-    part = torch.zeros(1000)
-    out = torch.empty(connection.ranks.size, 1000)
+    part = torch.zeros(1000, device=device)
+    out = torch.empty(connection.ranks.size, 1000, device=device)
     assert connection.guard is not None
     with connection.guard.job():
         connection.ranks.all_gather(out, part).wait()
@@ -109,13 +110,62 @@ def fail(connection: Connection, rank: int, how: str) -> Any:
             os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         while True:
             connection.ranks.all_gather(out, part).wait()
+            out[:, :1].tolist()  # waits for the device
+
+
+def exchange_everything(connection: Connection, device: str, seed: int) -> Any:
+    """Every collective in three types and sizes, several under way at once; what arrived, and the bytes that did."""
+    ranks, generator = connection.ranks, torch.Generator().manual_seed(seed)
+    found: list[Tensor] = []
+    before = ranks.received_bytes
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        for width in (1, 5376, 300_000):
+            data = torch.randint(0, 250, (ranks.size, ranks.size, 3, width), generator=generator)
+            mine = data[ranks.rank].to(dtype).to(device)
+            gathered = torch.empty((ranks.size, *mine.shape), dtype=dtype, device=device)
+            exchanged = torch.empty((2 * ranks.size, width), dtype=dtype, device=device)
+            cast = mine.clone()
+            message = torch.empty_like(mine)
+            works = [
+                ranks.all_gather(gathered, mine),
+                ranks.all_to_all(
+                    exchanged,
+                    mine[:, :2].reshape(-1, width),
+                    [2] * ranks.size,
+                    [2] * ranks.size,
+                ),
+                ranks.broadcast(cast, ranks.size - 1),
+            ]
+            target, source = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
+            if ranks.rank % 2:  # a message may wait for its receiver
+                works += [ranks.receive(message, source), ranks.send(mine, target)]
+            else:
+                works += [ranks.send(mine, target), ranks.receive(message, source)]
+            for work in works:
+                work.wait()
+            expected = [
+                data.to(dtype),
+                data[:, ranks.rank, :2].to(dtype).reshape(-1, width),
+                data[-1].to(dtype),
+                data[source].to(dtype),
+            ]
+            for tensor, right in zip((gathered, exchanged, cast, message), expected, strict=True):
+                assert torch.equal(tensor.cpu(), right), f"{dtype}, {width}: {tuple(right.shape)}"
+                found.append(tensor.cpu().float().sum())
+    return torch.stack(found), ranks.received_bytes - before
 
 
 def main() -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     times = GuardTimes(**json.loads(os.environ.get("TEST_GUARD_TIMES", "{}")))
-    connection = connect(rank_environment(), "cpu", times)
+    environment, device = rank_environment(), os.environ.get("TEST_DEVICE", "cpu")
+    early = None
+    if os.environ.get("TEST_NCCL") == "early":
+        maker = early_communicator(environment)
+        early = maker.make()
+        assert early is not None, maker.problem
+    connection = connect(environment, device, times, early=early)
     sys.stdout.write('{"ready": true}\n')
     sys.stdout.flush()
     for line in sys.stdin:

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ ROOT = Path(__file__).parents[3]
 
 
 class Team:
-    """`size` processes of `rank_process`. `call` runs one function on all of them."""
+    """`size` processes of `rank_process`. `call` runs one function on all of them. environments: what each rank has besides."""
 
-    def __init__(self, size: int, folder: Path, **times: float) -> None:
+    def __init__(
+        self, size: int, folder: Path, environments: Sequence[Mapping[str, str]] = (), **times: float
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -38,6 +41,7 @@ class Team:
                     "OMP_NUM_THREADS": "1",
                     "GLOO_SOCKET_IFNAME": "lo",
                     "TEST_GUARD_TIMES": json.dumps(times),
+                    **(environments[rank] if environments else {}),
                 },
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -55,7 +55,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TwoRanks:
     """`coldframe worker` on two ranks; speaks the worker protocol with rank 0."""
 
-    def __init__(self, bundle: Path) -> None:
+    def __init__(self, bundle: Path, device: str = "cpu", **environment: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -69,7 +69,7 @@ class TwoRanks:
                     "--bundle",
                     str(bundle),
                     "--device",
-                    "cpu",
+                    device,
                 ],
                 cwd=ROOT,
                 env={
@@ -82,6 +82,7 @@ class TwoRanks:
                     "MASTER_PORT": str(port),
                     "OMP_NUM_THREADS": "1",
                     "GLOO_SOCKET_IFNAME": "lo",
+                    **environment,
                 },
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -99,3 +99,8 @@ def test_decode_equals_local_decode_bit_for_bit(team: Team, weights: Path, num_u
     assert len(decoded) == num_units
     assert all(torch.equal(a, b) for a, b in zip(first["pixels"], decoded, strict=True))
     assert torch.equal(first["samples"][0], samples)
+
+
+def test_every_collective_brings_the_right_bytes(team: Team) -> None:
+    found = team.call("exchange_everything", device="cpu", seed=5)
+    assert len({received for _, received in found}) == 1

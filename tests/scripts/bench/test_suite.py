@@ -82,7 +82,11 @@ def test_files_with_gpu_tests_are_found_by_their_text(tmp_path: Path) -> None:
         "helper.py": f"pytestmark = {mark}gpu\n",
     }.items():
         (tmp_path / name).write_text(text)
-    assert gpu_test_files(tmp_path) == [str(tmp_path / "deep/test_some.py"), str(tmp_path / "test_all.py")]
+    assert gpu_test_files("gpu", tmp_path) == [
+        str(tmp_path / "deep/test_some.py"),
+        str(tmp_path / "test_all.py"),
+    ]
+    assert gpu_test_files("gpu2", tmp_path) == [str(tmp_path / "test_two.py")]
 
 
 @pytest.mark.slow
@@ -105,7 +109,7 @@ def test_the_files_found_have_all_gpu_tests() -> None:
 
     everywhere = selected("tests")
     assert len(everywhere) > 100
-    assert selected(*gpu_test_files()) == everywhere
+    assert selected(*gpu_test_files("gpu")) == everywhere
 
 
 @pytest.mark.parametrize("part", PARTS)
