@@ -6,6 +6,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("any machine", deadline=None)  # an example may be preempted for long
+settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)

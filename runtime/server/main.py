@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -105,18 +106,26 @@ async def _serve(config: ServerConfig, opener: Callable[[Path], OpenBundle], fet
     return 0 if server.started else 1
 
 
+_ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # names resolve to IPv6 on hosts that have none
+
+
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Sockets bound to every address of a name. Raises: CapabilityError: unknown name, or the port is taken."""
+    """Sockets bound to every address of a name that this host has. Raises: CapabilityError: unknown name, no such address,
+    or the port is taken."""
     bound: list[socket.socket] = []
+    absent: OSError | None = None
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         ):
-            bound.append(listener := socket.socket(family, kind, protocol))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            listener.bind(address)
+            try:
+                bound.append(_bound(family, kind, protocol, address))
+            except OSError as cause:
+                if cause.errno not in _ABSENT:
+                    raise
+                absent = cause
+        if not bound and absent is not None:
+            raise absent
     except OSError as cause:
         for listener in bound:
             listener.close()
@@ -125,6 +134,19 @@ def listen(host: str, port: int) -> list[socket.socket]:
             hint="choose another --host or --port (0 picks a free one)",
         ) from cause  # fmt: skip
     return bound
+
+
+def _bound(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> socket.socket:
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 class _Server(uvicorn.Server):

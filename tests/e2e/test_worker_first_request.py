@@ -51,6 +51,7 @@ def test_it_is_prepared_in_the_start_and_chooses_what_is_loaded(waiting: Client,
     kinds = [event["event"] for event in events]
     assert kinds[0] == "hello"
     assert kinds.index("accepted") < kinds.index("phase")
+    assert waiting.close() == 0  # the timeline is written after the last event
     start = json.loads((tmp_path / "start.json").read_text())
     assert start["facts"]["order"] == "fl2va/base-3"
     found = spans(tmp_path / "start.json")
@@ -90,6 +91,7 @@ def test_one_that_is_cancelled_during_the_start_leaves_nothing(waiting: Client, 
     events = waiting.until("done", job="next")
     of_first = [event["event"] for event in events if event.get("job") == "first"]
     assert of_first == ["accepted", "cancelled"]
+    assert waiting.close() == 0  # the timeline is written after the last event
     assert {path.name for path in tmp_path.iterdir()} == {"start.json", "start.svg", "next.mp4"}
 
 

@@ -31,6 +31,7 @@ class FakeStreams:
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
+        self._lock = threading.Lock()
         self._queues: dict[int, queue.Queue[Callable[[], None] | None]] = {}
         self._memory: dict[int, Any] = {}
         self.errors: list[BaseException] = []
@@ -46,8 +47,9 @@ class FakeStreams:
 
     def create(self, out: Any, flags: int) -> int:
         assert flags == 1, "a stream that waits for the default stream"
-        handle = len(self._queues) + 1
-        self._queues[handle] = queue.Queue()
+        with self._lock:
+            handle = len(self._queues) + 1
+            self._queues[handle] = queue.Queue()
         rng = random.Random(self._seed * 100 + handle)
         threading.Thread(target=self._run, args=(self._queues[handle], rng), daemon=True).start()
         out[0] = handle

@@ -168,6 +168,7 @@ def test_rungs_unpack_to_the_original_bytes(coded: Prepared, coded_manifest: Man
     rung.finish()
 
 
+@pytest.mark.timeout(300)  # dozens of loads with several threads each
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 10_000),

@@ -156,7 +156,7 @@ def test_closed_stream_refuses(prepared: Prepared, manifest: Manifest) -> None:
 def test_close_in_the_middle_of_a_load_wakes_waiters(
     prepared: Prepared, manifest: Manifest, reader: str
 ) -> None:
-    stream = begin(prepared, manifest, reader=reader, storage_fault="stall@3:0.2", threads=1)
+    stream = begin(prepared, manifest, reader=reader, storage_fault="stall@3:1.0", threads=1)
     caught: list[BaseException] = []
 
     def wait() -> None:

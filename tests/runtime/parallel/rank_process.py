@@ -181,6 +181,11 @@ def main() -> None:
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
         if "error" in answer:
+            if (
+                connection.guard is not None and environment.rank == 0
+            ):  # it keeps the store, where others read the cause
+                connection.guard.close()
+                sys.stdin.read()
             break
     connection.close()
 

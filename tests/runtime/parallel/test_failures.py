@@ -64,6 +64,9 @@ def test_a_hanging_rank_is_named_after_the_limit(teams: dict[str, Team]) -> None
 def test_nothing_of_the_runs_is_left(teams: dict[str, Team]) -> None:
     for kind in KINDS:
         for process in teams[kind].processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in teams[kind].processes:
             process.wait(timeout=60)
         port = teams[kind].port
         connections = Path("/proc/net/tcp").read_text().split("\n")[1:-1]

@@ -11,7 +11,7 @@ from loader.errors import InternalError
 from runtime.parallel.guard import Guard, GuardTimes
 
 PATIENT = GuardTimes(limit_s=60.0, beat_s=0.1, grace_s=60.0)
-HASTY = GuardTimes(limit_s=0.2, beat_s=0.01, grace_s=0.0)
+HASTY = GuardTimes(limit_s=1.5, beat_s=0.02, grace_s=0.0)
 
 
 class MemoryStore:
@@ -100,7 +100,7 @@ def test_a_process_that_does_not_leave_is_ended_with_the_cause() -> None:
 def test_silence_is_a_failure_after_the_limit() -> None:
     run = Run(3, (0, 1), HASTY)
     assert run.has_ended[0].wait(10)
-    assert "rank 2 of 3 failed: did not answer for 0.2 s" in str(run.ended[0])
+    assert "rank 2 of 3 failed: did not answer for 1.5 s" in str(run.ended[0])
     run.close()
 
 
@@ -121,13 +121,13 @@ def test_standing_still_during_a_job_is_a_hang_and_the_rank_behind_is_blamed() -
         run.guards[0].progress("evaluation 3")
         run.guards[0].progress("evaluation 4")
         assert run.has_ended[0].wait(10)
-    assert "rank 1 of 2 failed: no progress for 0.2 s; here: evaluation 4" in str(run.ended[0])
+    assert "rank 1 of 2 failed: no progress for 1.5 s; here: evaluation 4" in str(run.ended[0])
     run.close()
 
 
 def test_idle_ranks_may_stand_still() -> None:
-    run = Run(2, (0, 1), GuardTimes(limit_s=0.1, beat_s=0.01, grace_s=60.0))
-    assert not run.called_off[0].wait(0.5)
+    run = Run(2, (0, 1), GuardTimes(limit_s=1.5, beat_s=0.02, grace_s=60.0))
+    assert not run.called_off[0].wait(2.0)
     assert run.guards[0].failure is None
     run.close()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.service import ServiceProcess
+from tests.fakes.service import ServiceProcess, until
 
 INPUTS = Path(__file__).parents[2] / "cases" / "inputs"
 CASES: list[dict[str, Any]] = json.loads((INPUTS / "index.json").read_text())
@@ -91,8 +91,15 @@ def test_pictures(service: ServiceProcess, case: dict[str, Any], way: str) -> No
         assert response.json()["error"]["param"] == "first_frame"
 
 
+def is_idle(service: ServiceProcess) -> bool:
+    """A job under way has files of its own."""
+    queue = service.client.get("/v1/status").json()["queue"]
+    return bool(queue["running"] == queue["queued"] == 0)
+
+
 def test_no_upload_left_the_job_directories(service: ServiceProcess) -> None:
     assert not Path("/tmp/owned.png").exists()
+    until(lambda: is_idle(service), "every job is done")
     names = {
         path.name for path in service.state.rglob("*") if path.is_file() and path.parent.parent.name == "jobs"
     }

@@ -117,6 +117,7 @@ def test_a_job_that_fails_later_breaks_the_connection(live: ServiceProcess, endi
         assert take(parts, PART) == fragments(1)
         if ending == "cancelled":
             live.client.post(f"/v1/videos/{video}/cancel")
+            until(lambda: f"cancel {video}" in live.worker_lines(), "the worker knows")
         elif ending == "deleted":
             live.client.delete(f"/v1/videos/{video}")
         live.gate.touch()
@@ -172,7 +173,12 @@ def test_time_spent_watching_is_not_the_service_s(start: Callable[..., ServicePr
     video = service.create(HELD)["id"]
     with watching(service, video) as (_, parts):
         assert b"".join(parts) == fragments(2)
-    seen = [line for line in service.client.get("/metrics").text.splitlines() if "/content" in line]
+
+    def counted() -> list[str]:
+        """A request is counted, with its duration, shortly after its last byte."""
+        return [line for line in service.client.get("/metrics").text.splitlines() if "/content" in line]
+
+    seen = until(counted, "the request is counted")
     assert any(line.startswith("h3_requests_total") for line in seen)
     assert not any(line.startswith("h3_request_duration_seconds") for line in seen)
 

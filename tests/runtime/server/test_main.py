@@ -21,6 +21,28 @@ def test_flags_win_and_the_rest_goes_to_the_worker(monkeypatch: pytest.MonkeyPat
     assert config.worker_args == ("--device", "cpu")
 
 
+def is_here(address: str, family: int) -> bool:
+    """A host may have the family and no such loopback."""
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def test_an_address_that_the_host_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
+    elsewhere = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))  # for documentation, nobody's
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [elsewhere, here, elsewhere])
+    (listener,) = listen("name", 0)
+    assert listener.getsockname()[0] == "127.0.0.1"
+    listener.close()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [elsewhere])
+    with pytest.raises(CapabilityError, match="name:0: cannot listen here"):
+        listen("name", 0)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", ""], ids=["address", "name", "all"])
 def test_every_listener_takes_connections(host: str) -> None:
     listeners = listen(host, 0)
@@ -29,8 +51,9 @@ def test_every_listener_takes_connections(host: str) -> None:
         for listener in listeners:
             listener.listen()
             family, port = listener.family, listener.getsockname()[1]
-            with socket.socket(family) as client:
-                client.connect(("::1" if family == socket.AF_INET6 else "127.0.0.1", port))
+            if is_here(loopback := "::1" if family == socket.AF_INET6 else "127.0.0.1", family):
+                with socket.socket(family) as client:
+                    client.connect((loopback, port))
     finally:
         for listener in listeners:
             listener.close()

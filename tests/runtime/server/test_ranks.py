@@ -74,10 +74,16 @@ sys.stdin.read(); sys.exit(1)
     assert process.wait(60) == code
 
 
-def test_a_rank_that_does_not_follow_is_killed() -> None:
-    program = (
-        "import os, sys, time\nif os.environ['RANK'] == '0': print(os.getpid(), flush=True); time.sleep(600)"
-    )
+def test_a_rank_that_does_not_follow_is_killed(tmp_path: Path) -> None:
+    """Rank 1 ends once rank 0 has said who it is."""
+    said = tmp_path / "said"
+    program = f"""
+import os, pathlib, time
+said = pathlib.Path({str(said)!r})
+if os.environ['RANK'] == '0':
+    print(os.getpid(), flush=True); said.touch(); time.sleep(600)
+while not said.exists(): time.sleep(0.01)
+"""
     code = (
         "import sys; from runtime.server import ranks; ranks.GRACE_S = 0.1;"
         f"sys.exit(ranks.main(['2', sys.executable, '-c', {program!r}]))"

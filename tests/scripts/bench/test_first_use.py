@@ -26,8 +26,9 @@ def test_a_start_and_its_parts_are_timed(capsys: pytest.CaptureFixture[str]) -> 
     assert {"torch", "library warm-up", "conditioner warm-up", "warm-up"} <= set(start["spans"])
     assert start["entry_after_torch_s"] > start["graph_after_torch_s"] > 0
     native = [start["facts"][name] for name in ("native_kernels", "native_warm_up")]
-    assert sorted(item for found in native for item in found["items"]) == sorted(ITEMS)
     problems = [problem for found in native for problem in found["problems"]]
+    if not problems:  # torch may be ready first on a slow machine
+        assert sorted(item for found in native for item in found["items"]) == sorted(ITEMS)
     assert [problem for problem in problems if "torch was ready" not in problem] == []
 
 

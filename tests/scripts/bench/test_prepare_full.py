@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from prepare.families.minimax_h3.published import TEXT_ENCODER, TRANSFORMER, published_tensors
+from scripts.bench import prepare_full
 from scripts.bench.prepare_full import Components, main, measure, storage_left
-from scripts.bench.prepare_measured import memory
 from scripts.bench.prepare_parts import only_hashed, parts, pieces_that_fit, reconcile
 from scripts.bench.progress import Progress
 from scripts.bench.published_size import write_component
@@ -18,8 +19,9 @@ from scripts.tiny_presets import preset
 
 
 def test_components_are_prepared_one_after_the_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(prepare_full, "storage_left", lambda folder: 100 << 30)
     left = tmp_path / "storage" / "part" / "checkpoint"  # by a run that was killed
     left.mkdir(parents=True)
     (left / "model_index.json").write_text("{")
@@ -53,11 +55,30 @@ def test_parts_without_time_or_room_are_named_and_not_begun(tmp_path: Path) -> N
     ]
 
 
-def test_storage_in_memory_is_not_larger_than_the_memory() -> None:
-    folder = Path("/dev/shm")
-    if not folder.is_dir():
-        pytest.skip("no memory-backed storage")
-    assert 0 < storage_left(folder) <= memory("/proc/meminfo", "MemTotal") - (6 << 30)
+@pytest.mark.parametrize(
+    ("is_memory", "available", "left"),
+    [
+        (True, 50 << 30, 44 << 30),
+        (True, 5 << 30, 0),
+        (True, 500 << 30, 100 << 30),
+        (False, 5 << 30, 100 << 30),
+    ],
+)
+def test_storage_in_memory_is_not_larger_than_the_memory(
+    is_memory: bool, available: int, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """6 GiB stay for the processes."""
+    monkeypatch.setattr(prepare_full, "_is_memory_backed", lambda folder: is_memory)
+    monkeypatch.setattr(prepare_full, "memory", lambda file, key: available)
+    monkeypatch.setattr(prepare_full.shutil, "disk_usage", lambda folder: SimpleNamespace(free=100 << 30))
+    assert storage_left(Path("anywhere")) == left
+
+
+def test_memory_backed_storage_is_known_by_its_mount() -> None:
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text("utf-8").splitlines()]
+    kinds = {mount: kind for mount, kind in mounts if mount in ("/dev/shm", "/proc")}
+    for mount, kind in kinds.items():
+        assert prepare_full._is_memory_backed(Path(mount)) == (kind == "tmpfs")
 
 
 def test_released_parts_fit_into_the_machine_and_the_time_they_were_planned_for() -> None:
