@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from loader.errors import CapabilityError, RequestError
+from runtime import native_libraries, native_warm_up, torch_preload
 from runtime.native_libraries import CREATE, create_handles
 from runtime.native_torch import NativeTorch
 from runtime.native_warm_up import AUTO, ITEMS, chosen_items, named_items, warm_natively
@@ -104,7 +106,9 @@ def test_auto_is_for_releases_that_were_tried(
     assert bool(reason) == bool(problem)
 
 
-def test_libraries_that_are_not_mapped_are_noted_not_opened() -> None:
+def test_libraries_that_are_not_mapped_are_noted_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    nobodys = [(name, tuple(f"{library}.nobody" for library in libraries)) for name, libraries in CREATE]
+    monkeypatch.setattr(native_libraries, "CREATE", nobodys)
     problems = create_handles()
     assert [problem.partition(":")[0] for problem in problems] == [name for name, _ in CREATE]
     assert all("is mapped" in problem for problem in problems)
@@ -185,8 +189,11 @@ def test_nothing_is_done_unless_it_can_help(
     assert noted(setting, device, request_, preload, refuse) is None
 
 
-def test_a_build_without_the_device_s_library_is_noted() -> None:
-    """This torch has no CUDA library."""
+def test_a_build_without_the_device_s_library_is_noted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install = TorchInstall(str(tmp_path), "2.11.0+cu130", has_bytecode=True)
+    monkeypatch.setattr(torch_preload, "find_torch", lambda: install)
     facts = noted("operators", "cuda", object(), Preload(), refuse)
     (problem,) = facts["problems"]
     assert "libtorch" in problem
@@ -198,7 +205,7 @@ def test_libraries_that_could_not_be_mapped_are_noted() -> None:
     assert noted("all", "cuda", object(), preload, refuse) == {"problems": ["no such file"]}
 
 
-def test_a_release_that_was_not_tried_is_noted() -> None:
-    """This torch is no CUDA build."""
+def test_a_release_that_was_not_tried_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_warm_up, "TRIED_RELEASES", frozenset())
     (problem,) = noted("auto", "cuda", object(), Preload(), refuse)["problems"]
     assert "is not among the releases" in problem
