@@ -62,6 +62,11 @@ def reader_threads(cpus: int, spare: int = 0) -> Choice:
     return Choice(count, f"{cpus} CPUs{left}, between {_MIN_THREADS} and {_MAX_THREADS}")
 
 
+def share_of(cpus: int, sharers: int) -> int:
+    """CPUs for one of several processes that read at the same time."""
+    return max(1, cpus // sharers)
+
+
 def most_threads(threads: int, forced: int | None, throttle: float | None) -> int:
     """How many the reader may start later: network storage may want more than CPUs suggest, experiments want no change."""
     return threads if forced is not None or throttle is not None else _THREADS_ON_SLOW_STORAGE

@@ -1,7 +1,7 @@
-"""The few calls of libcuda that map another process's device memory, through ctypes.
+"""The few calls of libcuda that are needed where `cuda.bindings` is in the way, through ctypes.
 
-For the process that imports torch: ctypes is there already and lets go of the interpreter lock during each call, while
-`cuda.bindings` would be another import in the way of torch's.
+A process that imports torch maps device memory of its uploader and connects its GPUs with them: ctypes is there already and lets go
+of the interpreter lock during each call. The uploader makes its context with them while it imports `cuda.bindings`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from loader.errors import CapabilityError, InternalError
 
 TYPE_CHECKING = False  # the typing module costs as much as everything else on the way to the context
 if TYPE_CHECKING:
+    from typing import Any
+
     from loader.arena import DeviceArena
 
 _SUCCESS = 0
 _BY_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _ON_DEVICE, _READ_WRITE = 1, 3  # CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
 
@@ -42,6 +45,11 @@ _ARGUMENTS = {
     "cuMemUnmap": (c_uint64, c_size_t),
     "cuMemAddressFree": (c_uint64, c_size_t),
     "cuMemRelease": (c_uint64,),
+    "cuStreamCreate": (ctypes.POINTER(c_void_p), ctypes.c_uint),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuMemAlloc_v2": (ctypes.POINTER(c_uint64), c_size_t),
+    "cuMemFree_v2": (c_uint64,),
     "cuGetErrorName": (c_int, ctypes.POINTER(c_char_p)),
 }
 
@@ -60,11 +68,15 @@ def cuda_library() -> CudaLibrary:
 
 
 class CudaLibrary:
-    """Implements `loader.driver.Importer`. Raises: CapabilityError: no driver library here."""
+    """Implements `loader.driver.Importer`.
 
-    def __init__(self) -> None:
+    Args: library: in place of libcuda, for tests.
+    Raises: CapabilityError: no driver library here.
+    """
+
+    def __init__(self, library: Any = None) -> None:
         try:
-            self._library = ctypes.CDLL("libcuda.so.1")
+            self._library = ctypes.CDLL("libcuda.so.1") if library is None else library
             for name, arguments in _ARGUMENTS.items():
                 getattr(self._library, name).argtypes = arguments
         except (OSError, AttributeError) as error:
@@ -128,6 +140,28 @@ class CudaLibrary:
         self._call("cuCtxSynchronize")
         self._call("cuMemUnmap", pointer, mapped)
         self._call("cuMemAddressFree", pointer, mapped)
+
+    def stream_create(self) -> int:
+        """A stream that does not wait for the default stream."""
+        stream = c_void_p()
+        self._call("cuStreamCreate", byref(stream), _NON_BLOCKING)
+        return stream.value or 0
+
+    def stream_synchronize(self, stream: int) -> None:
+        self._call("cuStreamSynchronize", stream)
+
+    def stream_destroy(self, stream: int) -> None:
+        self._call("cuStreamDestroy_v2", stream)
+
+    def alloc(self, size: int) -> int:
+        """Device memory of this process alone."""
+        pointer = c_uint64()
+        self._call("cuMemAlloc_v2", byref(pointer), size)
+        return pointer.value
+
+    def free(self, pointer: int) -> None:
+        """Waits for the device."""
+        self._call("cuMemFree_v2", pointer)
 
     def expose(self, arena: DeviceArena) -> object:
         return arena

@@ -69,7 +69,8 @@ class _DeviceLoad:
         self.options = options
         self.near = _near_cpus()
         cpus = budget.cpu_count()
-        threads = budget.reader_threads(min(cpus.value, len(self.near) or cpus.value), budget.PARENTS_CPUS)
+        own = budget.share_of(cpus.value, options.sharers)
+        threads = budget.reader_threads(min(own, len(self.near) or own), budget.PARENTS_CPUS)
         if options.threads:
             threads = budget.Choice(options.threads, "forced")
         headroom = budget.memory_headroom()

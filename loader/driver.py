@@ -184,15 +184,16 @@ class CudaDriver:
         return name.decode() if int(status) == _SUCCESS else f"error {int(code)}"
 
     def retain_context(self, ordinal: int) -> int:
-        cu = self._cu
-        from loader.cuda_library import START_HINT as hint
+        from loader.cuda_library import START_HINT
 
+        cu = self._cu
         try:
             result = cu.cuInit(0)
         except RuntimeError as error:  # no libcuda
-            raise CapabilityError(f"CUDA cannot start: {error}", where="cuInit", hint=hint) from error
+            raise CapabilityError(f"CUDA cannot start: {error}", where="cuInit", hint=START_HINT) from error
         if int(result[0]) != _SUCCESS:
-            raise CapabilityError(f"CUDA cannot start: {self._text(result[0])}", where="cuInit", hint=hint)
+            problem = f"CUDA cannot start: {self._text(result[0])}"
+            raise CapabilityError(problem, where="cuInit", hint=START_HINT)
         count = self._check("cuDeviceGetCount", cu.cuDeviceGetCount())
         if ordinal >= count:
             raise CapabilityError(

@@ -38,9 +38,10 @@ def page_bytes(setting: str = "/sys/kernel/mm/transparent_hugepage/enabled") -> 
 def first_touch(memory: mmap.mmap, page_bytes: int) -> Callable[[int, int], None]:
     """A function of (first, count) that makes the pages which begin in these bytes of `memory` exist.
 
-    It writes a zero to the first byte of each page, of small pages to all of them, so it must come before anything is read there. A system call that
-    reads into a page which does not exist takes the lock of the process's whole memory map, and so does a driver that
-    makes its context meanwhile; a page touched from user space takes that of its mapping alone (since Linux 6.4).
+    It writes a zero to the first byte of each page, of small pages to all bytes, so it must come before anything is read
+    there. A system call that reads into a page which does not exist takes the lock of the process's whole memory map, and so
+    does a driver that makes its context meanwhile; a page touched from user space takes that of its mapping alone (since
+    Linux 6.4).
     """
     import ctypes
 

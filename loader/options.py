@@ -21,6 +21,7 @@ class StreamOptions:
 
     Attributes:
         threads: reader threads.
+        sharers: processes of this host that load at the same time, each with readers of its own; the CPUs are shared out.
         verify: "edges" (default), "full" or "auto"; what each finds is in `loader.verify`.
         path: force a rung of the ladder, "U", "A" … "E" (see `loader.ladder`).
         reader: force "child" or "threads".
@@ -36,6 +37,7 @@ class StreamOptions:
     """
 
     threads: int | None = None
+    sharers: int = 1
     verify: str = "edges"
     path: str | None = None
     reader: str | None = None
@@ -56,6 +58,7 @@ class StreamOptions:
         _check("reader", self.reader, (None, "child", "threads"))
         for name in (
             "threads",
+            "sharers",
             "ring_bytes",
             "slot_bytes",
             "part_bytes",

@@ -76,12 +76,14 @@ class Ring:
         for tries_left in reversed(range(1 if self._may_shrink else _TRIES_IN_SHARED_RING)):
             try:
                 self._driver.host_register(self.address(slot), self.choice.slot_bytes)
+            except PinningRefused as error:
+                if tries_left:
+                    time.sleep(_TRY_AGAIN_S)
+                else:
+                    self.refusal = str(error)
+            else:
                 self._registered.add(slot)
                 return True
-            except PinningRefused as error:
-                if not tries_left:
-                    self.refusal = str(error)
-            time.sleep(_TRY_AGAIN_S if tries_left else 0)
         return False
 
     def close(self) -> None:

@@ -237,7 +237,7 @@ def _start_host(
         )
     progress = LoadProgress(plan)
     cpus = budget.cpu_count()
-    threads = options.threads or budget.reader_threads(cpus.value).value
+    threads = options.threads or budget.reader_threads(budget.share_of(cpus.value, options.sharers)).value
     link, reason = (reader, "reader was started before") if reader else open_host_reader(options)
     progress.mark(f"path E, {link.kind}: {reason}")
     bases = arena_bases(plan)

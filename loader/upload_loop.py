@@ -100,11 +100,10 @@ class Upload:
                 os.close(fd)
             raise
         sizes = b"".join(talk.TIME.pack(mapped) for _, mapped in self._arenas)
-        self._post.send(
-            talk.CONTEXT
-        )  # not before: the parent makes one of its own then, and the driver takes turns
-        self._post.send(talk.ARENAS, sizes, fds)
         self._post.mark("uploader: device arenas", start, sum(work.arenas))
+        # Not before: the parent makes a context of its own then, and the driver takes turns.
+        self._post.send(talk.CONTEXT)
+        self._post.send(talk.ARENAS, sizes, fds)
         self._stream = driver.stream_create()
         if self._unpacker is not None:
             self._unpacker.open([pointer for pointer, _ in self._arenas], self._stream)

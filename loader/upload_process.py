@@ -15,6 +15,7 @@ import select
 import sys
 import threading
 import time
+from collections import abc  # noqa: F401 - Python 3.13.0 loses names of it when two threads import it at once
 from importlib import import_module
 
 from loader import reader as wire
@@ -70,7 +71,7 @@ class Opening:
 
 
 def open_beside_import(ordinal: int) -> tuple[Driver, int]:
-    """The driver and the device's primary context. `cuda.bindings` is imported (40 ms) while the context is being made without it.
+    """The driver and the device's primary context, made while `cuda.bindings` is being imported (40 ms).
 
     Raises: CapabilityError, InternalError.
     """

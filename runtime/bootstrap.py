@@ -37,8 +37,8 @@ def start(
         resolve_image: fetches pictures that the request names (None: only data URIs are accepted).
         origin_ns: t = 0 of the timeline; this module's first statement if None.
         on_family: called as soon as the manifest is read, so that requests can be validated during the load.
-        first: in place of `body`, a request that may come during the start; its errors do not fail the start. Not with
-            several ranks: all of them would have to know it before they choose what to load.
+        first: in place of `body`, a request that may come during the start; its errors do not fail the start. With several
+            ranks it comes to rank 0, which tells the others; with ranks on several hosts none is taken.
     Returns: the engine, and the first request, ready to be passed to `Engine.run`. Where a launcher started several
         ranks, on rank 0 only: the others serve it and then leave the process.
     Raises: WorkerError: the first cause of whatever failed; nothing is left running.
@@ -55,13 +55,13 @@ def start(
     if environment.size > 1:
         from runtime.parallel.start import start_on_ranks
 
-        return start_on_ranks(environment, settings, timeline, body, resolve_image, on_family)
+        return start_on_ranks(environment, settings, timeline, body, resolve_image, on_family, first)
     with without_collector():
         return start_engine(settings, timeline, body, resolve_image, on_family, first)
 
 
 @contextlib.contextmanager
-def without_collector() -> "Iterator[None]":
+def without_collector() -> Iterator[None]:
     """A start makes no garbage: plans and manifests would be walked for nothing, 20 ms before the first read."""
     has_collector = gc.isenabled()
     gc.disable()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from runtime.family import Prepared
 
 FOLLOWS_FLAG = "--request-follows"  # of a worker; its sender must have one at hand
-FOLLOWS_S = 1.0  # a request that was announced is there within milliseconds; nothing is read while a start waits for it
+FOLLOWS_S = 1.0  # an announced request is there in milliseconds, on a busy host later; nothing is read while it is waited for
 
 
 class FirstRequest:

@@ -12,15 +12,14 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
-from typing import Any
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_void_p
+from typing import Any, Protocol
 
 from loader.errors import CapabilityError, InternalError
 
 LIBRARY = "libnccl.so.2"
 _SUCCESS = 0
 _BYTES = 1  # ncclUint8
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
 _ABORT_WITHIN_S = 1.0
 
 ID_BYTES = 128
@@ -45,13 +44,6 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "ncclGroupStart": (),
     "ncclGroupEnd": (),
     "ncclGetErrorString": (c_int,),
-}
-_DRIVER_ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "cuStreamCreate": (POINTER(c_void_p), c_uint),
-    "cuStreamSynchronize": (c_void_p,),
-    "cuStreamDestroy_v2": (c_void_p,),
-    "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
-    "cuMemFree_v2": (c_uint64,),
 }
 
 
@@ -99,42 +91,18 @@ class Nccl:
             raise InternalError(f"{name} failed: {text}", where="NCCL", found=code)
 
 
-class DeviceCalls:
-    """What a communicator needs of the driver. A context is current on the thread. Raises: see `Nccl`."""
+class StreamDriver(Protocol):
+    """What a communicator needs of the driver; a context is current on the thread. See `loader.cuda_library`."""
 
-    def __init__(self, library: Any = None) -> None:
-        try:
-            self._library = ctypes.CDLL("libcuda.so.1") if library is None else library
-            for name, arguments in _DRIVER_ARGUMENTS.items():
-                getattr(self._library, name).argtypes = arguments
-        except (OSError, AttributeError) as cause:
-            raise CapabilityError(f"cannot be used: {cause}", where="libcuda.so.1") from cause
+    def stream_create(self) -> int: ...
 
-    def new_stream(self) -> int:
-        stream = c_void_p()
-        self._call("cuStreamCreate", byref(stream), _NON_BLOCKING)
-        return stream.value or 0
+    def stream_synchronize(self, stream: int) -> None: ...
 
-    def synchronize(self, stream: int) -> None:
-        self._call("cuStreamSynchronize", stream)
+    def stream_destroy(self, stream: int) -> None: ...
 
-    def destroy_stream(self, stream: int) -> None:
-        self._call("cuStreamDestroy_v2", stream)
+    def alloc(self, size: int) -> int: ...
 
-    @contextlib.contextmanager
-    def memory(self, size: int) -> Iterator[int]:
-        """Device memory of `size` bytes; its address."""
-        address = c_uint64()
-        self._call("cuMemAlloc_v2", byref(address), size)
-        try:
-            yield address.value
-        finally:
-            self._call("cuMemFree_v2", address)
-
-    def _call(self, name: str, *arguments: object) -> None:
-        code = getattr(self._library, name)(*arguments)
-        if code != _SUCCESS:
-            raise InternalError(f"{name} failed", where="CUDA driver", found=code)
+    def free(self, pointer: int) -> None: ...
 
 
 class Communicator:
@@ -145,11 +113,11 @@ class Communicator:
     Raises of all methods: InternalError: a call failed, or the communicator was aborted.
     """
 
-    def __init__(self, nccl: Nccl, device: DeviceCalls, size: int, rank: int, unique_id: bytes) -> None:
+    def __init__(self, nccl: Nccl, device: StreamDriver, size: int, rank: int, unique_id: bytes) -> None:
         self.size, self.rank = size, rank
         self._nccl, self._device = nccl, device
         self._lock = threading.Lock()
-        self.stream = device.new_stream()
+        self.stream = device.stream_create()
         self._handle = nccl.join(size, rank, unique_id)
 
     def all_gather(self, source: int, target: int, count: int) -> None:
@@ -183,21 +151,19 @@ class Communicator:
             exchanged: bytes that go from every rank to every rank.
         """
         most = max(*gathered, exchanged)
-        with self._device.memory((2 * self.size + 1) * most) as memory:
-            for count in gathered:
-                self.all_gather(memory, memory + most, count)
-            places = [
-                (rank, memory + (1 + rank) * most, memory + (1 + self.size + rank) * most)
-                for rank in range(self.size)
-            ]
-            self.exchange(
-                [(rank, sent, exchanged) for rank, sent, _ in places],
-                [(rank, received, exchanged) for rank, _, received in places],
-            )
-            self._device.synchronize(self.stream)
+        memory = self._device.alloc(2 * self.size * most)
+        half = memory + self.size * most
+        for count in gathered:
+            self.all_gather(memory, half, count)
+        self.exchange(
+            [(rank, memory + rank * exchanged, exchanged) for rank in range(self.size)],
+            [(rank, half + rank * exchanged, exchanged) for rank in range(self.size)],
+        )
+        self._device.stream_synchronize(self.stream)
+        self._device.free(memory)
 
     def abort(self) -> None:
-        """Make everything under way end, on any thread. Results are whatever memory holds then. Works twice.
+        """Make everything under way end, on any thread. Results are whatever memory holds then. Works twice, raises nothing.
 
         A call of another thread that waits for a dead rank may keep the communicator: then nothing happens.
         """
@@ -205,7 +171,8 @@ class Communicator:
             try:
                 handle, self._handle = self._handle, 0
                 if handle:
-                    self._nccl.call("ncclCommAbort", handle)
+                    with contextlib.suppress(InternalError):
+                        self._nccl.call("ncclCommAbort", handle)
             finally:
                 self._lock.release()
 
@@ -214,9 +181,9 @@ class Communicator:
         with self._lock:
             handle, self._handle = self._handle, 0
             if handle:
-                self._device.synchronize(self.stream)
+                self._device.stream_synchronize(self.stream)
                 self._nccl.call("ncclCommDestroy", handle)
-                self._device.destroy_stream(self.stream)
+                self._device.stream_destroy(self.stream)
 
     @contextlib.contextmanager
     def _usable(self) -> Iterator[int]:

@@ -190,15 +190,19 @@ class WorkerStart:
 
         manifest, settings = results["manifest"], self.settings
         if self.first is not None:
-            from runtime.first_request import FOLLOWS_S
-
-            self.body = self.first.wait(FOLLOWS_S if self.first.follows else 0)
+            self.body = self.body_to_load_by(self.first)
         self.order = order = likely_order(manifest, self.body, settings.task, settings.schedule)
         self.weights = WeightSet(lambda groups: self.start_stream(manifest, groups))
         self.weights.ensure(manifest.orders[order])
         entry = _entry_bytes(manifest, manifest.orders[order])
         self.timeline.note(order=order, device=self.device, entry_bytes=entry)
         return self.weights
+
+    def body_to_load_by(self, first: FirstRequest) -> Mapping[str, object] | None:
+        """The request if it is there by now; for one that was announced it is worth to wait a moment."""
+        from runtime.first_request import FOLLOWS_S
+
+        return first.wait(FOLLOWS_S if first.follows else 0)
 
     def start_stream(self, manifest: Manifest, groups: Sequence[str]) -> WeightStream:
         from loader.load_plan import plan_load

@@ -141,11 +141,11 @@ class Worker:
                 self._abandoned.set()
 
     def read_commands_from_now_on(self) -> None:
-        """Start the thread that obeys commands. Raises: RequestError: the ranks' variables are wrong."""
+        """Start the thread that obeys commands, on rank 0. Raises: RequestError: the ranks' variables are wrong."""
         from runtime.parallel.environment import rank_environment
 
-        if rank_environment().size > 1:
-            self._first.close()  # see `bootstrap.start`
+        if rank_environment().rank:
+            return  # rank 0 says what there is to do
         threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
 
     # --- commands, on their own thread ---

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from loader.errors import CapabilityError, InternalError
 from runtime.native_nccl import Communicator
 from runtime.parallel.control import Control
-from runtime.parallel.early import EXCHANGED_BYTES, GATHERED_BYTES
+from runtime.parallel.early import first_uses
 from runtime.parallel.environment import RankEnvironment
 from runtime.parallel.guard import Guard, GuardTimes
 from runtime.parallel.nccl_ranks import NcclRanks, StreamOrder
@@ -121,24 +121,37 @@ def connect(
         ) from error
     ranks = GroupRanks(None, guard) if early is None else _on_streams(early, guard)
     if uses_torch:
-        use_once(ranks, gpu)
+        _use_at_start(ranks, gpu, guard)
         clock.lap("use")
     control_ranks = Control(GroupRanks(control, guard), guard)
     return Connection(environment, ranks, control_ranks, guard, early, clock.seconds)
 
 
+def _use_at_start(ranks: Ranks, gpu: torch.device | None, guard: Guard) -> None:
+    """On a stream of its own: nothing that another thread warms up meanwhile waits for the other ranks.
+
+    Raises: InternalError: a failure, which is everybody's.
+    """
+    try:
+        with torch.cuda.stream(torch.cuda.Stream(gpu)):  # type: ignore[no-untyped-call]
+            use_once(ranks, gpu)
+    except (RuntimeError, InternalError) as error:
+        failure = guard.report(f"first use of the transport: {error}")
+        guard.close()
+        raise failure from error
+
+
 def use_once(ranks: Ranks, device: torch.device | None) -> None:
     """On all ranks: the transport connects to a peer, and loads a kernel, when it is first needed. Waits for the device."""
-    most = max(*GATHERED_BYTES, EXCHANGED_BYTES * ranks.size)
-    sent = torch.zeros(most, dtype=torch.uint8, device=device)
-    received = torch.empty(ranks.size, most, dtype=torch.uint8, device=device)
-    for count in GATHERED_BYTES:
-        out = received.flatten()[: ranks.size * count].view(ranks.size, count)
-        ranks.all_gather(out, sent[:count]).wait()
-    counts = [EXCHANGED_BYTES] * ranks.size
-    exchanged = received.flatten()[: sum(counts)]
-    ranks.all_to_all(exchanged, sent[: sum(counts)], counts, counts).wait()
-    exchanged[:1].tolist()
+    gathered, exchanged = first_uses(ranks.size)
+    size = ranks.size * max(*gathered, exchanged)
+    sent = torch.zeros(size, dtype=torch.uint8, device=device)
+    received = torch.empty(size, dtype=torch.uint8, device=device)
+    for count in gathered:
+        ranks.all_gather(received[: ranks.size * count].view(ranks.size, count), sent[:count]).wait()
+    counts = [exchanged] * ranks.size
+    ranks.all_to_all(received[: sum(counts)], sent[: sum(counts)], counts, counts).wait()
+    received[:1].tolist()
     ranks.received_bytes = 0
 
 
@@ -201,7 +214,7 @@ def _stores(environment: RankEnvironment, limit: timedelta) -> tuple[PrefixStore
     """Two connections to the run's store: the launcher's where it keeps one (torchrun), else rank 0's."""
     is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if environment.rank or is_kept:
-        _await_server(environment, limit)
+        limit = _await_server(environment, limit)
     prefix = f"coldframe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # a restart starts afresh
     connections = [
         TCPStore(
@@ -217,17 +230,19 @@ def _stores(environment: RankEnvironment, limit: timedelta) -> tuple[PrefixStore
     return PrefixStore(f"{prefix}/groups", groups), PrefixStore(f"{prefix}/guard", guard)
 
 
-def _await_server(environment: RankEnvironment, limit: timedelta) -> None:
+def _await_server(environment: RankEnvironment, limit: timedelta) -> timedelta:
     """Until somebody listens there: a store that dials too early waits half a second before it does again, and longer then.
 
     Whether it is the run's store is for the store to find out, also if nobody comes.
+    Returns: what is left of the limit, at least a second.
     """
     deadline = time.monotonic() + limit.total_seconds()
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             socket.create_connection((environment.address, environment.port), timeout=1.0).close()
-            return
+            break
         time.sleep(_DIAL_STEP_S)
+    return timedelta(seconds=max(1.0, deadline - time.monotonic()))
 
 
 def _exit(error: InternalError) -> None:

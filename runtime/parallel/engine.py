@@ -118,11 +118,10 @@ class RankEngine(Engine):
 
     def _give_up(self, error: BaseException) -> None:
         """Leave the others at a border; where that is impossible, raise the error as everybody's."""
-        if (
-            self._job is not None
-            and self.connection.guard is not None
-            and self.connection.guard.failure is None
-        ):
+        guard = self.connection.guard
+        if guard is not None and guard.failure is not None:
+            raise guard.failure from error  # nobody is told anything any more
+        if self._job is not None and guard is not None:
             self._job.close()
         if isinstance(error, Cancelled | WorkerError) and self.connection.control.can_stop:
             self.connection.control.stop()

@@ -61,6 +61,12 @@ class RankFamily(Family, Protocol):
         """`Family.native_operations` in the shapes of one rank's share."""
         ...
 
+    def warm_up_libraries_on_ranks(
+        self, prepared: Prepared, device: str, ranks: int, is_sharded: bool
+    ) -> None:
+        """`Family.warm_up_libraries` in the shapes of one rank's share."""
+        ...
+
     def warm_attention(self, prepared: Prepared, compute: Compute, ranks: int) -> None:
         """Build the plan of the denoiser's attention over one rank's heads, on the thread that denoises."""
         ...
@@ -145,7 +151,8 @@ class FamilyOnRanks:
         return found
 
     def warm_up_libraries(self, prepared: Prepared, device: str) -> None:
-        """Nothing: the conditioner's warm-up covers this rank's shapes."""
+        """In this rank's shapes."""
+        self._family.warm_up_libraries_on_ranks(prepared, device, self._size, self._is_sharded)
 
     def warm_up_conditioner(self, prepared: Prepared, compute: Compute) -> None:
         """This rank's share of the work, without waiting for the others."""

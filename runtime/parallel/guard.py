@@ -72,6 +72,7 @@ class Guard:
         self._is_busy = False
         self._doing = "starting"
         self._closing = threading.Event()
+        self._calling_off: threading.Thread | None = None
         self._beats = [(b"", time.monotonic())] * size
         self._thread = threading.Thread(target=self._watch, name="coldframe-guard", daemon=True)
 
@@ -89,6 +90,8 @@ class Guard:
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join()
+        if self._calling_off is not None:
+            self._calling_off.join(self._times.grace_s)
 
     @contextmanager
     def job(self) -> Iterator[None]:
@@ -198,7 +201,10 @@ class Guard:
 
     def _end(self, error: InternalError) -> None:
         # On a thread, because a transport may take minutes to call off, or fail to; what ends the process does not wait for it.
-        threading.Thread(target=self._call_off_quietly, name="coldframe-call-off", daemon=True).start()
+        self._calling_off = threading.Thread(
+            target=self._call_off_quietly, name="coldframe-call-off", daemon=True
+        )
+        self._calling_off.start()
         if not self._closing.wait(self._times.grace_s):
             self._end_process(error)
 

@@ -32,10 +32,10 @@ class Order(Protocol):
 
 
 class StreamOrder:
-    """On CUDA, by events. communicator: the handle of its stream."""
+    """On CUDA, by events. stream: the handle of the communicator's."""
 
-    def __init__(self, communicator: int) -> None:
-        self._stream = torch.cuda.ExternalStream(communicator)  # type: ignore[no-untyped-call]
+    def __init__(self, stream: int) -> None:
+        self._stream = torch.cuda.ExternalStream(stream)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -49,7 +49,7 @@ class StreamOrder:
 
 
 class NcclRanks:
-    """See `Ranks`. guard: told which collective is waited for; a failure of the library becomes its cause."""
+    """See `Ranks`. guard: asked for a known failure at every wait; a failure of the library becomes its cause."""
 
     def __init__(self, communicator: Communicator, order: Order, guard: Guard) -> None:
         self.rank, self.size = communicator.rank, communicator.size

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+GATHER_CHUNK_ROWS = 6144  # of a rank at once, going into attention: 64 MiB of hidden rows at D = 5376 in bf16
+RETURN_CHUNK_ROWS = 4096  # coming back: 15 to 29 MiB for each peer at two to four ranks
+
 
 def split_evenly(total: int, parts: int) -> tuple[range, ...]:
     """Contiguous ranges that cover 0 … total-1 in order; sizes differ by one at most, larger ones first."""

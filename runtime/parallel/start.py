@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from loader.stream import WeightStream
     from runtime.engine import Engine
     from runtime.family import Family, ImageResolver, Prepared
+    from runtime.first_request import FirstRequest
     from runtime.native_nccl import Communicator
     from runtime.parallel.connect import Connection
     from runtime.parallel.early import EarlyCommunicator
     from runtime.parallel.engine import RankEngine
+    from runtime.parallel.first_relay import FirstRelay
     from runtime.settings import Settings
 
 
@@ -41,14 +43,17 @@ def start_on_ranks(
     body: Mapping[str, object] | None,
     resolve_image: ImageResolver | None,
     on_family: Callable[[Family], None] | None = None,
+    first: FirstRequest | None = None,
 ) -> tuple[Engine, Prepared | None]:
     """Like `runtime.nodes.start_engine`, on every rank. Returns on rank 0 only.
+
+    Args: first: on the other ranks a place of their own, with the same `follows`.
 
     The other ranks serve rank 0 until it ends and then leave the process.
     Raises: WorkerError, on all ranks: the first cause of whatever failed on any rank that was already connected.
     """
     _narrow_devices(environment)
-    start = RankStart(environment, settings, timeline, body, resolve_image, on_family)
+    start = RankStart(environment, settings, timeline, body, resolve_image, on_family, first)
     with without_collector():
         engine, prepared = run_start(start, timeline)
     if environment.rank == 0:
@@ -67,7 +72,28 @@ class RankStart(WorkerStart):
         self.connection: Connection | None = None
         self.hub: HubProcess | None = None
         self.early: EarlyCommunicator | None = None
+        self.relay: FirstRelay | None = None
+        if self.first is not None:
+            self.relay = self.relayed(self.first)
         self.whole: Manifest | None = None
+
+    def relayed(self, first: FirstRequest) -> FirstRelay | None:
+        """Told to all ranks of this host. On several hosts none is taken: they have no socket in common."""
+        if self.environment.local_size < self.environment.size:
+            first.close()
+            return None
+        from runtime.parallel.first_relay import FirstRelay
+
+        return FirstRelay(self.environment, first)
+
+    def body_to_load_by(self, first: FirstRequest) -> Mapping[str, object] | None:
+        """The same on all ranks."""
+        return super().body_to_load_by(first) if self.relay is None else self.relay.load_body()
+
+    def give_up(self) -> None:
+        if self.relay is not None:
+            self.relay.close()
+        super().give_up()
 
     def nodes(self) -> list[Node]:
         return [
@@ -140,13 +166,8 @@ class RankStart(WorkerStart):
 
     def stream_options(self) -> StreamOptions:
         """Readers of one rank leave the other ranks' CPUs to them."""
-        options, local_size = super().stream_options(), self.environment.local_size
-        if options.threads is not None or local_size == 1 or self.shares_reader:
-            return options
-        from loader import budget
-
-        cpus = budget.cpu_count().value // local_size
-        return replace(options, threads=budget.reader_threads(cpus, budget.PARENTS_CPUS).value)
+        sharers = 1 if self.shares_reader else self.environment.local_size
+        return replace(super().stream_options(), sharers=sharers)
 
     def stop_loading(self) -> None:
         super().stop_loading()
@@ -184,10 +205,12 @@ class RankStart(WorkerStart):
         self.connection = connect(
             self.environment,
             self.device,
-            GuardTimes(limit_s=self.settings.rank_limit_s),
+            GuardTimes(limit_s=self.settings.rank_limit_s, join_s=self.settings.rank_limit_s),
             early=results["communicator"],
         )
         self.timeline.note(connect_s=dict(self.connection.seconds))
+        if results["communicator"] is not None and self.connection.early is None:
+            self.timeline.note(communicator="left to torch: another rank has none")
         return self.connection
 
     def leave(self) -> None:

@@ -22,13 +22,10 @@ import torch
 from torch import Tensor
 
 from runtime.parallel.ranks import Ranks, Work
-from runtime.parallel.split import RowShards
+from runtime.parallel.split import GATHER_CHUNK_ROWS, RETURN_CHUNK_ROWS, RowShards
 
 Projection = Callable[[Tensor, range], Iterable[Tensor]]
 """(hidden rows [n, D], their place in the sequence) -> parts q, k, v[, gate], each [n, heads, K], ready for attention."""
-
-GATHER_CHUNK_ROWS = 6144  # 64 MiB of hidden rows at D = 5376 in bf16
-RETURN_CHUNK_ROWS = 4096  # 15 to 29 MiB for each peer at two to four ranks
 
 
 @dataclass

@@ -142,7 +142,8 @@ class Fetcher:
                     where=where,
                     expected=limit,
                 )
-            connection.renew_timeout()
+            if not response.isclosed():  # Python 3.13 closes it with the last byte, and the socket with it
+                connection.renew_timeout()
         if response.length:
             raise _Unavailable("the answer was cut off")
         return bytes(data)

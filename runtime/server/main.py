@@ -31,6 +31,8 @@ CONNECTION_CLOSE_S = 5
 
 log = logging.getLogger(__name__)
 
+_ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # names resolve to IPv6 on hosts that have none
+
 
 def main(argv: Sequence[str]) -> int:
     """Run until SIGTERM or SIGINT. Returns the exit code."""
@@ -104,9 +106,6 @@ async def _serve(config: ServerConfig, opener: Callable[[Path], OpenBundle], fet
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     await server.serve(listeners)
     return 0 if server.started else 1
-
-
-_ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # names resolve to IPv6 on hosts that have none
 
 
 def listen(host: str, port: int) -> list[socket.socket]:

@@ -1,10 +1,11 @@
 """Decode of one video on P GPUs against one, up to pixels on rank 0's device.
 
     python -m runtime.server.ranks 2 python -m scripts.bench.parallel_decode --bundle DIRECTORY       # 1344x768, 10 s
-    python -m runtime.server.ranks 2 python -m scripts.bench.parallel_decode --preset test --device cpu --size 64x64 \
+    python -m runtime.server.ranks 2 python -m scripts.bench.parallel_decode --preset test --device cpu --size 64x64 \\
         --frames 56
 
-Any launcher that sets torchrun's variables will do. DIRECTORY is prepared; its kernels are used, without it eager operators. Weights are random and made on the device. Pixels of both ways are compared bit for bit. `results/parallel_decode.json`.
+Any launcher that sets torchrun's variables will do. DIRECTORY is prepared; its kernels are used, without it eager operators.
+Weights are random and made on the device. Pixels of both ways are compared bit for bit. `results/<name>.json`.
 """
 
 from __future__ import annotations

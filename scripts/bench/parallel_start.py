@@ -6,7 +6,7 @@
 DIRECTORY holds shards: `python -m scripts.bench.full_size DIRECTORY --ranks 1 --ranks 2` (156 GB, memory-backed). Every
 start is fresh processes with the variables that torchrun sets. Settings take turns: one rank, P ranks as they come, and P ranks
 with each `--try NAME:VARIABLE=VALUE[,…]`. diffusers loads the whole published form, 133 GB, in one process.
-`results/parallel_start.json`, written before diffusers runs and again after it.
+`results/<name>.json`, written after every round and after diffusers.
 """
 
 from __future__ import annotations
@@ -49,25 +49,27 @@ def main() -> int:
     args = _arguments()
     if args.rank_process:
         return run_rank(args)
-    tries = [("one rank", {}), (f"{args.ranks} ranks", {}), *map(parse_try, args.tries or TRIES)]
+    tries: list[tuple[str, Mapping[str, str]]] = [
+        ("one rank", {}),
+        (f"{args.ranks} ranks", {}),
+        *map(parse_try, args.tries or TRIES),
+    ]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in tries}
     failures: list[dict[str, str]] = []
+    figures: dict[str, Any] = {}
+    targets: dict[str, Any] = {}
     for _ in range(args.runs):
         for name, settings in tries:
             try:
-                runs[name].append(start_ranks(args, 1 if name == "one rank" else args.ranks, settings))
+                found = start_ranks(args, 1 if name == "one rank" else args.ranks, settings)
+                runs[name].append(found)
+                print(name, found["headline"], flush=True)
             except StartFailed as error:
                 failures.append({"start": name, "error": str(error)[-2000:]})
-            print(name, runs[name][-1]["headline"] if runs[name] else failures[-1:], flush=True)
-    figures: dict[str, Any] = {
-        "ranks": args.ranks, "size": args.size, "num_frames": args.num_frames, "failures": failures,
-        "tries": [{"name": name, "settings": settings, **summary(runs[name])} for name, settings in tries],
-    }  # fmt: skip
-    targets: dict[str, Any] = {}
-    one, several = (row["medians"].get("first_dit_entry") for row in figures["tries"][:2])
-    if one and several:
-        targets[f"sp{args.ranks}_first_dit_entry_vs_sp1"] = target(round(several / one, 4), 1.1, "lower")
-    _report(args, figures, targets)
+                print(name, failures[-1]["error"], flush=True)
+        figures, targets = _summarise(args, tries, runs, failures)
+        _write(args, figures, targets)
+    several = figures["tries"][1]["medians"].get("first_dit_entry")
     if args.peer_work:
         if args.consume:
             shutil.rmtree(args.directory)
@@ -80,14 +82,32 @@ def main() -> int:
                 )
         except StartFailed as error:
             failures.append({"start": "diffusers", "error": str(error)[-4000:]})
-        _report(args, figures, targets)
+        _write(args, figures, targets)
+    print(json.dumps({"figures": figures, "targets": targets}, indent=1), flush=True)
     return int(bool(failures))
 
 
-def _report(args: argparse.Namespace, figures: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
-    print(json.dumps({"figures": figures, "targets": targets}, indent=1), flush=True)
+def _summarise(
+    args: argparse.Namespace,
+    tries: Sequence[tuple[str, Mapping[str, str]]],
+    runs: Mapping[str, Sequence[Mapping[str, Any]]],
+    failures: Sequence[Mapping[str, str]],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Figures and targets of all starts so far. The second try is what ships, the first one rank."""
+    rows = [{"name": name, "settings": settings, **summary(runs[name])} for name, settings in tries]
+    figures = {
+        "ranks": args.ranks, "size": args.size, "num_frames": args.num_frames, "failures": failures, "tries": rows,
+    }  # fmt: skip
+    one, several = (row["medians"].get("first_dit_entry") for row in rows[:2])
+    if not (one and several):
+        return figures, {}
+    return figures, {f"sp{args.ranks}_first_dit_entry_vs_sp1": target(round(several / one, 4), 1.1, "lower")}
+
+
+def _write(args: argparse.Namespace, figures: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
+    """After every round: a later one may be cut off."""
     if args.name:
-        print(write_result(args.name, figures, targets), flush=True)
+        write_result(args.name, figures, targets)
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from scripts.bench.common import storage, write_result
 MARKS = ("first_read", "torch_ready", "conditioner_done", "first_dit_entry", "all_weights_resident")
 SPANS = (
     "torch", "models", "compute", "library warm-up", "conditioner warm-up", "warm-up", "denoiser warm-up", "conditioner",
-    "uploader: cuda context", "uploader: device arenas", "uploader: first slot back", "uploader: every slot pinned", "group transformer/prelude", "group transformer/blocks.47",
+    "uploader: cuda context", "uploader: device arenas", "uploader: first slot back", "uploader: every slot pinned",
+    "group transformer/prelude", "group transformer/blocks.47",
     *(f"group text_encoder/layers.{layer}" for layer in (0, 1, 2, 3, 4, 49)),
 )  # fmt: skip
 

@@ -6,8 +6,9 @@ Parts: `tests`, `ring`, `cold`, `peer`, `loader`, `imports`, `kernels`, `step`, 
 `ranks` and `ranks-start` on two. `peer` needs diffusers, `loader` diffusers and PyAV, `decode` and `tests-2` PyAV, `codec` nvCOMP.
 
 `--work` is a folder in memory-backed storage (110 GB for `cold` and `ring`, whose directory `step` and `codec` use too; `codec`
-rewrites it and `peer` removes it to have room, so these come last; 160 GB for both parts on two GPUs, of which `ranks-start` is last): a tmpfs mounted with `huge=always`, whose pages are then
-copied as fast as those that a disk's file system caches today; small pages are slower (`host_memory` times both).
+rewrites it and `peer` removes it to have room, so these come last; 160 GB for both parts on two GPUs, of which `ranks-start` is
+last): a tmpfs mounted with `huge=always`, whose pages are then copied as fast as those that a disk's file system caches today;
+small pages are slower (`host_memory` times both).
 
 Bytecode of this project and of torch is compiled first where it is missing, because a machine image without it would add that
 to every start. A bench that fails or runs out of time is reported, and the next one runs. New files of `results/`, and the end of

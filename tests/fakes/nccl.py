@@ -1,4 +1,4 @@
-"""NCCL and the driver's streams over host memory, with their C types: ranks are threads, a stream is a thread of its own.
+"""NCCL with its C types, and streams, over host memory: ranks are threads, a stream is a thread of its own.
 
 As on a device, calls return before anything has moved, memory is read and written some time later, and a message that is sent by
 itself keeps its stream until it is received.
@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from ctypes import POINTER, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, c_int, c_size_t, c_ubyte, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ class Id(ctypes.Structure):
 
 
 class FakeStreams:
-    """The driver's part: `cuStreamCreate` … and memory, as `runtime.native_nccl.DeviceCalls` takes it."""
+    """A `runtime.native_nccl.StreamDriver`."""
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
@@ -35,25 +35,14 @@ class FakeStreams:
         self._queues: dict[int, queue.Queue[Callable[[], None] | None]] = {}
         self._memory: dict[int, Any] = {}
         self.errors: list[BaseException] = []
-        functions: dict[str, tuple[Callable[..., int], Any]] = {
-            "cuStreamCreate": (self.create, (POINTER(c_void_p), c_uint)),
-            "cuStreamSynchronize": (self.synchronize, (c_void_p,)),
-            "cuStreamDestroy_v2": (self.destroy, (c_void_p,)),
-            "cuMemAlloc_v2": (self.alloc, (POINTER(c_uint64), c_size_t)),
-            "cuMemFree_v2": (self.free, (c_uint64,)),
-        }
-        for name, (function, arguments) in functions.items():
-            setattr(self, name, ctypes.CFUNCTYPE(c_int, *arguments)(function))
 
-    def create(self, out: Any, flags: int) -> int:
-        assert flags == 1, "a stream that waits for the default stream"
+    def stream_create(self) -> int:
         with self._lock:
             handle = len(self._queues) + 1
             self._queues[handle] = queue.Queue()
         rng = random.Random(self._seed * 100 + handle)
         threading.Thread(target=self._run, args=(self._queues[handle], rng), daemon=True).start()
-        out[0] = handle
-        return 0
+        return handle
 
     def put(self, stream: int, work: Callable[[], None]) -> None:
         self._queues[stream].put(work)
@@ -68,23 +57,20 @@ class FakeStreams:
 
         return wait
 
-    def synchronize(self, stream: int) -> int:
+    def stream_synchronize(self, stream: int) -> None:
         self.event(stream)()
-        return 0
 
-    def destroy(self, stream: int) -> int:
+    def stream_destroy(self, stream: int) -> None:
         self._queues[stream].put(None)
-        return 0
 
-    def alloc(self, out: Any, size: int) -> int:
+    def alloc(self, size: int) -> int:
         memory = ctypes.create_string_buffer(size)
-        out[0] = ctypes.addressof(memory)
-        self._memory[out[0]] = memory
-        return 0
+        address = ctypes.addressof(memory)
+        self._memory[address] = memory
+        return address
 
-    def free(self, address: int) -> int:
-        del self._memory[address]
-        return 0
+    def free(self, pointer: int) -> None:
+        del self._memory[pointer]
 
     @property
     def allocations(self) -> int:

@@ -269,6 +269,13 @@ def test_close_does_not_wait_for_a_context(prepared: Prepared, manifest: Manifes
     driver.finish()
 
 
+def test_an_uploader_that_is_told_to_go_leaves_while_its_driver_starts() -> None:
+    """Not by the interpreter's usual end: a library that is being initialised would abort that."""
+    process = spawn_uploader(driver="tests.fakes.remote_driver:never_ready")
+    assert process.stop(grace_s=60) == "exit code 0"
+    process.close()
+
+
 _PARENT = """
 import sys, time
 from pathlib import Path
@@ -371,7 +378,10 @@ def test_marks_tell_of_both_processes(prepared: Prepared, manifest: Manifest) ->
         found = {mark.name: mark for mark in stream.marks()}
     assert found["uploader: cuda context"].thread == "uploader process"
     assert found["arenas imported"].bytes == found["uploader: device arenas"].bytes == stream.plan.arena_bytes
-    assert found["uploader: cuda context"].end_ns <= found["cuda context"].start_ns
+    assert found["uploader: cuda context"].end_ns <= found["uploader: device arenas"].start_ns
+    assert found["uploader: device arenas"].end_ns <= found["cuda context"].start_ns  # one after the other
+    pinned, back = found["uploader: every slot pinned"], found["uploader: first slot back"]
+    assert found["uploader: device arenas"].end_ns <= min(pinned.start_ns, back.start_ns)
     assert found["all weights"].bytes == stream.plan.total_bytes
     driver.finish()
 

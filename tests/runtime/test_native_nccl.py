@@ -9,13 +9,13 @@ import pytest
 
 from loader.errors import CapabilityError, InternalError
 from runtime import native_nccl
-from runtime.native_nccl import Communicator, DeviceCalls, Nccl
+from runtime.native_nccl import Communicator, Nccl
 from tests.fakes.nccl import FakeNccl, FakeStreams
 
 
 def alone(library: FakeNccl) -> Communicator:
     nccl = Nccl(library)
-    return Communicator(nccl, DeviceCalls(library.streams), 1, 0, nccl.new_id())
+    return Communicator(nccl, library.streams, 1, 0, nccl.new_id())
 
 
 def test_version_and_id_come_through() -> None:

@@ -151,11 +151,19 @@ class MiniMaxH3:
         return operations(native, items, config, sequence, share_of(config, ranks, is_sharded))
 
     def warm_up_libraries(self, prepared: Prepared, device: str) -> None:
+        self.warm_up_libraries_on_ranks(prepared, device, ranks=1, is_sharded=False)
+
+    def warm_up_libraries_on_ranks(
+        self, prepared: Prepared, device: str, ranks: int, is_sharded: bool
+    ) -> None:
+        """See `runtime.parallel.family.RankFamily`."""
         from loader.torch_api import torch_dtype
         from runtime.families.minimax_h3.model.first_uses import multiply_first
+        from runtime.families.minimax_h3.shards import share_of
 
         rows, dtype = prepared.parts["sequence"].num_text, torch_dtype(str(self._manifest.model["dtype"]))
-        multiply_first(self.capabilities.config, rows, dtype, device)
+        config = self.capabilities.config
+        multiply_first(config, rows, dtype, device, share_of(config, ranks, is_sharded))
 
     def warm_up_conditioner(self, prepared: Prepared, compute: Compute) -> None:
         from runtime.families.minimax_h3.model.flash_by_name import without_choosing

@@ -27,6 +27,7 @@ from runtime.families.minimax_h3.products import (
 )
 from runtime.families.minimax_h3.shards import Share
 from runtime.native_torch import Handle, NativeTorch
+from runtime.parallel.split import RETURN_CHUNK_ROWS
 
 _BF16 = 2  # bytes
 _ANY_ROWS = 16
@@ -44,10 +45,15 @@ def operations(
 
     Args:
         sequence: None: only items that need none.
-        share: on several ranks, over how many of them what is spread. Where parts differ in size, the largest one.
+        share: on several ranks, over how many of them what is spread. Where parts differ in size, the largest one; a rank may
+            have fewer rows of a modality than are used here, and projects gathered rows in chunks.
     """
     if "kernels" in items:
         yield from _elementwise(native, config.text, _ANY_ROWS)
+        if share.conditioner > 1:
+            part = native.empty(_ANY_ROWS, config.text.hidden_size, dtype="float32")
+            native.add(part, part)
+            yield "sum over ranks"
     if sequence is None:
         return
     if "operators" in items:
@@ -103,7 +109,7 @@ def _elementwise(native: NativeTorch, text: TextConfig, rows: int) -> Iterator[s
 def _products(native: NativeTorch, config: H3Config, rows: int, share: Share) -> Iterator[str]:
     """Matrix products of both; weights and operands are one piece of memory."""
     (D, T), *blocks = refiner_products(config.transformer, one_by_one=share.rows > 1)
-    text, refined = text_products(config.text, share.conditioner), _part(rows, share)
+    text, refined = text_products(config.text, share.conditioner), share.part(rows)
     inner_most = max(T, *(inner for _, inner in (*text, *blocks)))
     memory = native.empty(max(largest([(D, T), *text, *blocks]), rows * inner_most, D))
     native.zero_(memory)
@@ -113,11 +119,6 @@ def _products(native: NativeTorch, config: H3Config, rows: int, share: Share) ->
         yield _product(native, memory, refined, *shape)
     _with_bias(native, memory, refined, D, T)
     yield "refiner's input"
-
-
-def _part(rows: int, share: Share) -> int:
-    """Rows of the largest part."""
-    return -(-rows // share.rows)
 
 
 def _product(native: NativeTorch, memory: Handle, rows: int, width: int, inner: int) -> str:
@@ -155,13 +156,13 @@ def _attention(native: NativeTorch, config: H3Config, rows: int, share: Share) -
 
 def _step(native: NativeTorch, config: H3Config, sequence: PackedSequence, share: Share) -> Iterator[str]:
     """The device memory of one evaluation, taken in one piece and left to torch's allocator; then products out of it."""
-    transformer, rows_of_rank = config.transformer, _part(sequence.num_rows, share)
+    transformer, rows_of_rank = config.transformer, share.part(sequence.num_rows)
     with native.scratch():
         native.empty(activation_bytes(transformer, rows_of_rank, _BF16) // _BF16)
     yield "memory of a step"
     counts = {
-        "video": _part(sequence.num_condition + sequence.num_video, share),
-        "audio": _part(sequence.num_audio, share),
+        "video": min(rows_of_rank, sequence.num_condition + sequence.num_video),
+        "audio": min(rows_of_rank, sequence.num_audio),
     }
     shapes = [(counts[stream], *shape) for stream, *shape in end_products(transformer)]
     with native.scratch():
@@ -176,5 +177,6 @@ def _step(native: NativeTorch, config: H3Config, sequence: PackedSequence, share
         blocks = block_products(transformer, share.projection, one_by_one=share.rows > share.projection)
         memory = native.empty(max(largest(blocks), rows_of_rank * max(inner for _, inner in blocks)))
         native.zero_(memory)
-        for shape in blocks:
-            yield f"block's {_product(native, memory, rows_of_rank, *shape)}"
+        back = rows_of_rank if share.rows == 1 else min(rows_of_rank, RETURN_CHUNK_ROWS)
+        for shape, rows in zip(blocks, (rows_of_rank, back, rows_of_rank, rows_of_rank), strict=True):
+            yield f"block's {_product(native, memory, rows, *shape)}"

@@ -53,6 +53,10 @@ class Share:
     conditioner: int = 1
     projection: int = 1
 
+    def part(self, rows: int) -> int:
+        """Rows of the largest part."""
+        return -(-rows // self.rows)
+
 
 def share_of(config: H3Config, size: int, is_sharded: bool) -> Share:
     """That of each of `size` ranks. is_sharded: they hold shards, not whole weights."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from runtime.native_nccl import Communicator, DeviceCalls, Nccl
+from runtime.native_nccl import Communicator, Nccl
 from runtime.parallel.control import Control
 from runtime.parallel.guard import Guard, GuardTimes
 from runtime.parallel.nccl_ranks import NcclRanks
@@ -42,7 +42,7 @@ def on_fake_nccl(size: int, function: Callable[[NcclRanks, Control], Any], seed:
     unique_id = Nccl(library).new_id()
 
     def run(ranks: ThreadRanks, control: Control) -> Any:
-        communicator = Communicator(Nccl(library), DeviceCalls(streams), size, ranks.rank, unique_id)
+        communicator = Communicator(Nccl(library), streams, size, ranks.rank, unique_id)
         communicator.use_once((64, 1000), 500)
         order = FakeOrder(streams, communicator.stream)
         result = function(NcclRanks(communicator, order, quiet_guard(ranks.rank, size)), control)

@@ -138,3 +138,36 @@ def test_a_dead_store_is_the_failure_of_the_rank_that_keeps_it() -> None:
     assert run.called_off[1].wait(10)
     assert "rank 0 of 2 failed: the rank that keeps the run's store is gone" in str(run.guards[1].failure)
     run.close()
+
+
+def test_closing_waits_for_a_call_off_under_way() -> None:
+    """Else the process could end inside the transport."""
+    run = Run(1, ())
+    is_inside, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
+
+    def call_off() -> None:
+        is_inside.set()
+        may_end.wait(60)
+        has_ended.set()
+
+    guard = Guard(run.store, 0, 1, PATIENT, call_off, run.ending(0))
+    guard.announce()
+    guard.start()
+    guard.report("out of paint")
+    assert is_inside.wait(60)
+    threading.Timer(0.1, may_end.set).start()
+    guard.close()
+    assert has_ended.is_set()
+
+
+def test_a_call_off_that_fails_or_hangs_does_not_keep_the_process() -> None:
+    may_end = threading.Event()
+    for call_off in (lambda: 1 / 0, lambda: may_end.wait(60)):
+        run = Run(1, ())
+        guard = Guard(run.store, 0, 1, HASTY, call_off, run.ending(0))
+        guard.announce()
+        guard.start()
+        guard.report("out of paint")
+        assert run.has_ended[0].wait(10)
+        may_end.set()
+        guard.close()

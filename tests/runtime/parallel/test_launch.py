@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +55,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TwoRanks:
     """`coldframe worker` on two ranks; speaks the worker protocol with rank 0."""
 
-    def __init__(self, bundle: Path, device: str = "cpu", **environment: str) -> None:
+    def __init__(
+        self, bundle: Path, device: str = "cpu", flags: Sequence[str] = (), **environment: str
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -70,6 +72,7 @@ class TwoRanks:
                     str(bundle),
                     "--device",
                     device,
+                    *flags,
                 ],
                 cwd=ROOT,
                 env={
@@ -229,6 +232,36 @@ def test_ranks_of_a_host_load_through_one_reader_or_one_each(bundle: Path, host_
         assert f"path A, {kind}: first choice" in marks
         assert f"transformer/rank-{rank}-of-2/blocks.0" in groups
         assert f"transformer/rank-{1 - rank}-of-2/blocks.0" not in groups
+
+
+@pytest.mark.parametrize("seed", [3, None], ids=["seed", "drawn"])
+def test_a_request_that_follows_is_prepared_in_the_start_of_both_ranks(
+    bundle: Path, ranks: TwoRanks, tmp_path: Path, seed: int | None
+) -> None:
+    """The same file as from ranks that were ready before; without a seed rank 0's is everybody's."""
+    request = (
+        {**REQUEST, "seed": seed} if seed else {name: REQUEST[name] for name in REQUEST if name != "seed"}
+    )
+    timeline = tmp_path / "start.json"
+    starting = TwoRanks(bundle, flags=("--request-follows", "--timeline", str(timeline)))
+    try:
+        starting.send(op="generate", job="first", request=request, output=str(tmp_path / "first.mp4"))
+        accepted = starting.until("accepted", "first")["request"]
+        starting.until("done", "first")
+        starting.send(op="shutdown")
+        for code, _, errors in starting.end():
+            assert code == 0, errors
+    finally:
+        starting.close()
+    start = json.loads(timeline.read_text())
+    spans = {event["name"]: event for event in start["traceEvents"] if event["ph"] == "X"}
+    assert spans["request"]["ts"] + spans["request"]["dur"] > spans["family"]["ts"]
+    assert spans["request"]["ts"] / 1e6 < start["headline"]["torch_ready"]
+    ranks.until("ready")
+    again = {**request, "seed": accepted["seed"]}
+    ranks.send(op="generate", job="again", request=again, output=str(tmp_path / "again.mp4"))
+    ranks.until("done", "again")
+    assert (tmp_path / "first.mp4").read_bytes() == (tmp_path / "again.mp4").read_bytes()
 
 
 def test_a_cancelled_job_leaves_both_ranks_ready_and_the_next_is_bit_identical(

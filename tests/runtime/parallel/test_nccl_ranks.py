@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from loader.errors import InternalError
-from runtime.native_nccl import Communicator, DeviceCalls, Nccl
+from runtime.native_nccl import Communicator, Nccl
 from runtime.parallel import connect
 from runtime.parallel.nccl_ranks import NcclRanks
 from runtime.parallel.ranks import gather_parts
@@ -129,8 +129,7 @@ def test_what_a_collective_reads_and_writes_is_kept_until_it_is_waited_for() -> 
 def test_a_transport_is_used_once_with_small_and_large_parts_and_not_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connect, "GATHERED_BYTES", (1000, 20, 3000))
-    monkeypatch.setattr(connect, "EXCHANGED_BYTES", 700)
+    monkeypatch.setattr(connect, "first_uses", lambda size: ((1000, 20, 3000), 700))
 
     def run(ranks, control):
         connect.use_once(ranks, None)
@@ -166,7 +165,7 @@ def test_a_known_failure_is_raised_instead_of_results() -> None:
 def test_a_call_that_fails_becomes_the_ranks_failure() -> None:
     streams = FakeStreams()
     library = FakeNccl(streams, refuse="ncclAllGather")
-    communicator = Communicator(Nccl(library), DeviceCalls(streams), 1, 0, Nccl(library).new_id())
+    communicator = Communicator(Nccl(library), streams, 1, 0, Nccl(library).new_id())
     ranks = NcclRanks(communicator, FakeOrder(streams, communicator.stream), quiet_guard(0, 1))
     with pytest.raises(InternalError, match=r"rank 0 of 1 failed: all-gather: .*unhandled system error"):
         gather_parts(ranks, torch.zeros(3))
@@ -180,7 +179,7 @@ def test_calling_off_ends_a_collective_that_waits_for_a_dead_rank() -> None:
     store = MemoryStore()
 
     def run(ranks, control):
-        communicator = Communicator(Nccl(library), DeviceCalls(streams), 2, ranks.rank, unique_id)
+        communicator = Communicator(Nccl(library), streams, 2, ranks.rank, unique_id)
         if ranks.rank == 1:
             return None
         guard = quiet_guard(0, 2, store)
@@ -194,7 +193,7 @@ def test_calling_off_ends_a_collective_that_waits_for_a_dead_rank() -> None:
 
         caller = threading.Thread(target=call_off)
         caller.start()
-        streams.synchronize(communicator.stream)
+        streams.stream_synchronize(communicator.stream)
         with pytest.raises(InternalError, match="rank 1 died"):
             work.wait()
         with pytest.raises(InternalError, match="rank 0 of 2 failed"):

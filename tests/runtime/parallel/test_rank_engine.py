@@ -10,6 +10,7 @@ import pytest
 from loader.errors import InternalError
 from runtime.parallel.engine import RankEngine
 from runtime.parallel.family import RankPrepared
+from runtime.pipeline import Cancelled
 
 BODY = {"prompt": "a lamp", "seed": 3}
 
@@ -69,3 +70,15 @@ def test_a_measurement_that_fails_is_everybodys_failure(monkeypatch: pytest.Monk
     with pytest.raises(InternalError, match="rank 0 of 2 failed: out of paint"):
         rank.measure(prepared(dict(BODY)), steps=1)
     assert reported == ["out of paint"]
+
+
+def test_nobody_is_told_anything_after_a_failure_is_known() -> None:
+    """Telling the others would wait for ranks that may be dead."""
+    failure = InternalError("rank 1 of 2 failed: stopped answering")
+    rank = engine(None)
+    rank._job = SimpleNamespace(close=lambda: pytest.fail("brought to a border"))  # type: ignore[assignment]
+    control = SimpleNamespace(can_stop=True, stop=lambda: pytest.fail("told to stop"))
+    rank.connection = SimpleNamespace(guard=SimpleNamespace(failure=failure), control=control)  # type: ignore[assignment]
+    with pytest.raises(InternalError) as raised:
+        rank._give_up(Cancelled())
+    assert raised.value is failure

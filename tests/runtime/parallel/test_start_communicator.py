@@ -25,10 +25,11 @@ class Maker:
 
     def __init__(self, made: Any, problem: str = "", waits: bool = False) -> None:
         self.made, self.problem = made, problem
-        self.cancelled = threading.Event()
+        self.cancelled, self.begun = threading.Event(), threading.Event()
         self.waits = waits
 
     def make(self) -> Any:
+        self.begun.set()
         if self.waits:
             assert self.cancelled.wait(60)
         return self.made
@@ -94,8 +95,7 @@ def test_a_start_that_fails_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(early, "early_communicator", lambda environment: maker)
     thread = threading.Thread(target=start.communicator, args=({},))
     thread.start()
-    while start.early is None:
-        pass
+    assert maker.begun.wait(60)
     start.no_communicator()
     thread.join(60)
     assert not thread.is_alive()

@@ -27,8 +27,8 @@ def test_a_start_and_its_parts_are_timed(capsys: pytest.CaptureFixture[str]) -> 
     assert start["entry_after_torch_s"] > start["graph_after_torch_s"] > 0
     native = [start["facts"][name] for name in ("native_kernels", "native_warm_up")]
     problems = [problem for found in native for problem in found["problems"]]
-    if not problems:  # torch may be ready first on a slow machine
-        assert sorted(item for found in native for item in found["items"]) == sorted(ITEMS)
+    done = {item for found in native for item in found.get("items", ())}
+    assert done == set(ITEMS) or any("torch was ready" in problem for problem in problems)
     assert [problem for problem in problems if "torch was ready" not in problem] == []
 
 

@@ -11,23 +11,30 @@ from torch.nn import functional
 
 from runtime.families.minimax_h3.config import H3Config
 from runtime.families.minimax_h3.products import largest, refiner_products, text_products
+from runtime.families.minimax_h3.shards import Share
+
+_WHOLE = Share()
 
 
 @torch.inference_mode()
-def multiply_first(config: H3Config, rows: int, dtype: torch.dtype, device: str) -> None:
+def multiply_first(
+    config: H3Config, rows: int, dtype: torch.dtype, device: str, share: Share = _WHOLE
+) -> None:
     """Each product of a text layer and of the refiner once, on zeros; not waited for.
 
     Args:
-        rows: of the conditioner. dtype: of its matrices.
+        rows: of the conditioner. dtype: of its matrices. share: on several ranks, over how many of them what is spread.
     """
-    with_bias, *blocks = refiner_products(config.transformer)
-    shapes = [*text_products(config.text), *blocks]
-    memory = torch.zeros(largest([with_bias, *shapes]), dtype=dtype, device=device)
+    with_bias, *blocks = refiner_products(config.transformer, one_by_one=share.rows > 1)
+    text, refined = text_products(config.text, share.conditioner), share.part(rows)
+    memory = torch.zeros(largest([with_bias, *text, *blocks]), dtype=dtype, device=device)
 
-    def multiply(width: int, inner: int, bias: torch.Tensor | None = None) -> None:
+    def multiply(rows: int, width: int, inner: int, bias: torch.Tensor | None = None) -> None:
         x = torch.zeros(rows, inner, dtype=dtype, device=device)
         functional.linear(x, memory[: width * inner].view(width, inner), bias)
 
-    for shape in shapes:
-        multiply(*shape)
-    multiply(*with_bias, torch.zeros(with_bias[0], dtype=dtype, device=device))
+    for shape in text:
+        multiply(rows, *shape)
+    for shape in blocks:
+        multiply(refined, *shape)
+    multiply(refined, *with_bias, torch.zeros(with_bias[0], dtype=dtype, device=device))

@@ -19,8 +19,8 @@ from runtime.ops.attention import Attention, attention
 from runtime.parallel.control import Control
 from runtime.parallel.ranks import Ranks
 from runtime.parallel.rows import gather_rows
-from runtime.parallel.split import RowShards
-from runtime.parallel.ulysses import GATHER_CHUNK_ROWS, GatheredHidden, ProjectedHeads
+from runtime.parallel.split import GATHER_CHUNK_ROWS, RowShards
+from runtime.parallel.ulysses import GatheredHidden, ProjectedHeads
 from runtime.weights import WeightSource
 
 
