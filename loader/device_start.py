@@ -69,8 +69,8 @@ class _DeviceLoad:
         self.options = options
         self.near = _near_cpus()
         cpus = budget.cpu_count()
-        own = budget.share_of(cpus.value, options.sharers)
-        threads = budget.reader_threads(min(own, len(self.near) or own), budget.PARENTS_CPUS)
+        near = min(cpus.value, len(self.near) or cpus.value)
+        threads = budget.reader_threads(budget.share_of(near, options.sharers), budget.PARENTS_CPUS)
         if options.threads:
             threads = budget.Choice(options.threads, "forced")
         headroom = budget.memory_headroom()

@@ -38,7 +38,7 @@ def start(
         origin_ns: t = 0 of the timeline; this module's first statement if None.
         on_family: called as soon as the manifest is read, so that requests can be validated during the load.
         first: in place of `body`, a request that may come during the start; its errors do not fail the start. With several
-            ranks it comes to rank 0, which tells the others; with ranks on several hosts none is taken.
+            ranks it comes to rank 0, which tells the others; with ranks on several hosts nothing is loaded by it.
     Returns: the engine, and the first request, ready to be passed to `Engine.run`. Where a launcher started several
         ranks, on rank 0 only: the others serve it and then leave the process.
     Raises: WorkerError: the first cause of whatever failed; nothing is left running.

@@ -153,14 +153,19 @@ class Communicator:
         most = max(*gathered, exchanged)
         memory = self._device.alloc(2 * self.size * most)
         half = memory + self.size * most
-        for count in gathered:
-            self.all_gather(memory, half, count)
-        self.exchange(
-            [(rank, memory + rank * exchanged, exchanged) for rank in range(self.size)],
-            [(rank, half + rank * exchanged, exchanged) for rank in range(self.size)],
-        )
-        self._device.stream_synchronize(self.stream)
-        self._device.free(memory)
+        try:
+            for count in gathered:
+                self.all_gather(memory, half, count)
+            self.exchange(
+                [(rank, memory + rank * exchanged, exchanged) for rank in range(self.size)],
+                [(rank, half + rank * exchanged, exchanged) for rank in range(self.size)],
+            )
+            self._device.stream_synchronize(self.stream)
+        except InternalError:
+            self.abort()  # else the memory could not be freed before a rank that is dead has answered
+            raise
+        finally:
+            self._device.free(memory)
 
     def abort(self) -> None:
         """Make everything under way end, on any thread. Results are whatever memory holds then. Works twice, raises nothing.

@@ -8,9 +8,7 @@ NVLink multicast and whatever else NCCL reads from the environment stays as the 
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +18,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from loader.errors import CapabilityError, InternalError
 from runtime.native_nccl import Communicator
@@ -30,8 +27,8 @@ from runtime.parallel.environment import RankEnvironment
 from runtime.parallel.guard import Guard, GuardTimes
 from runtime.parallel.nccl_ranks import NcclRanks, StreamOrder
 from runtime.parallel.ranks import GroupRanks, OneRank, Ranks, SilentRanks
+from runtime.parallel.run_store import agreed, run_stores
 
-_DIAL_STEP_S = 0.005
 _IDLE = timedelta(days=365)  # ranks wait for the next request this long; the guard knows idling from hanging
 
 
@@ -83,10 +80,10 @@ def connect(
     gpu = _take_gpu(environment) if device == "cuda" else None
     clock = _Clock()
     try:
-        store, guard_store = _stores(environment, timedelta(seconds=times.join_s))
+        store, guard_store = run_stores(environment, timedelta(seconds=times.join_s))
         clock.lap("store")
         if gpu is not None:
-            early = _agreed(store, environment, early)
+            early = agreed(store, environment, early)
             clock.lap("agreement")
         uses_torch = gpu is not None and early is None
         dist.init_process_group(
@@ -135,18 +132,19 @@ def _use_at_start(ranks: Ranks, gpu: torch.device | None, guard: Guard) -> None:
     try:
         with torch.cuda.stream(torch.cuda.Stream(gpu)):  # type: ignore[no-untyped-call]
             use_once(ranks, gpu)
+        guard.check()
     except (RuntimeError, InternalError) as error:
         failure = guard.report(f"first use of the transport: {error}")
         guard.close()
+        call_off()
         raise failure from error
 
 
 def use_once(ranks: Ranks, device: torch.device | None) -> None:
     """On all ranks: the transport connects to a peer, and loads a kernel, when it is first needed. Waits for the device."""
     gathered, exchanged = first_uses(ranks.size)
-    size = ranks.size * max(*gathered, exchanged)
-    sent = torch.zeros(size, dtype=torch.uint8, device=device)
-    received = torch.empty(size, dtype=torch.uint8, device=device)
+    sent = torch.zeros(max(*gathered, ranks.size * exchanged), dtype=torch.uint8, device=device)
+    received = torch.empty(ranks.size * max(*gathered, exchanged), dtype=torch.uint8, device=device)
     for count in gathered:
         ranks.all_gather(received[: ranks.size * count].view(ranks.size, count), sent[:count]).wait()
     counts = [exchanged] * ranks.size
@@ -168,18 +166,6 @@ def call_off(early: Communicator | None = None) -> None:
     world = dist.group.WORLD
     if world is not None and dist.get_backend(world) == "nccl":
         world.abort()
-
-
-def _agreed(
-    store: PrefixStore, environment: RankEnvironment, early: Communicator | None
-) -> Communicator | None:
-    """This rank's early communicator if every rank has one; otherwise it is left."""
-    store.set(f"early/{environment.rank}", "no" if early is None else "yes")
-    answers = [store.get(f"early/{rank}") for rank in range(environment.size)]
-    if early is not None and b"no" in answers:
-        early.abort()
-        return None
-    return early
 
 
 def _on_streams(early: Communicator, guard: Guard) -> NcclRanks:
@@ -208,41 +194,6 @@ def _take_gpu(environment: RankEnvironment) -> torch.device:
         )
     torch.cuda.set_device(ordinal)
     return torch.device("cuda", ordinal)
-
-
-def _stores(environment: RankEnvironment, limit: timedelta) -> tuple[PrefixStore, PrefixStore]:
-    """Two connections to the run's store: the launcher's where it keeps one (torchrun), else rank 0's."""
-    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if environment.rank or is_kept:
-        limit = _await_server(environment, limit)
-    prefix = f"coldframe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # a restart starts afresh
-    connections = [
-        TCPStore(
-            environment.address,
-            environment.port,
-            is_master=environment.rank == 0 and not is_kept and purpose == "groups",
-            timeout=limit,
-            wait_for_workers=False,
-        )
-        for purpose in ("groups", "guard")
-    ]
-    groups, guard = connections
-    return PrefixStore(f"{prefix}/groups", groups), PrefixStore(f"{prefix}/guard", guard)
-
-
-def _await_server(environment: RankEnvironment, limit: timedelta) -> timedelta:
-    """Until somebody listens there: a store that dials too early waits half a second before it does again, and longer then.
-
-    Whether it is the run's store is for the store to find out, also if nobody comes.
-    Returns: what is left of the limit, at least a second.
-    """
-    deadline = time.monotonic() + limit.total_seconds()
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            socket.create_connection((environment.address, environment.port), timeout=1.0).close()
-            break
-        time.sleep(_DIAL_STEP_S)
-    return timedelta(seconds=max(1.0, deadline - time.monotonic()))
 
 
 def _exit(error: InternalError) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from contextlib import nullcontext
@@ -15,6 +16,8 @@ from runtime.parallel.connect import Connection
 from runtime.parallel.family import RankJob, RankPrepared
 from runtime.pipeline import Cancelled, Hooks, denoise
 from runtime.timeline import Timeline
+
+log = logging.getLogger(__name__)
 
 
 class RankEngine(Engine):
@@ -114,6 +117,7 @@ class RankEngine(Engine):
         """The waiting request if it is this one, else made from the body."""
         waiting, self._waiting = self._waiting, None
         is_it = isinstance(waiting, RankPrepared) and waiting.body == body
+        log.debug("the request was %sprepared in the start", "" if is_it else "not ")
         return waiting if waiting is not None and is_it else self.prepare(body)
 
     def _give_up(self, error: BaseException) -> None:

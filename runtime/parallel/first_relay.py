@@ -15,7 +15,7 @@ import struct
 import threading
 from collections.abc import Mapping, Sequence
 
-from loader.errors import InternalError, WorkerError
+from loader.errors import InternalError
 from runtime.first_request import FOLLOWS_S, FirstRequest
 from runtime.parallel.environment import RankEnvironment
 from runtime.parallel.meeting import Limit, host_meeting, receive, visit_meeting
@@ -70,8 +70,9 @@ class FirstRelay:
         limit = Limit(self._meet_s, self._cancelled)
         try:
             self._host(limit) if self._environment.rank == 0 else self._visit(limit)
-        except (WorkerError, OSError, ValueError) as error:
-            self._problem = str(error)
+        except Exception as error:  # noqa: BLE001 (a border of a thread: `load_body` says it)
+            self._problem = str(error) or repr(error)
+        finally:
             self._is_decided.set()
 
     def _host(self, limit: Limit) -> None:
@@ -93,11 +94,19 @@ class FirstRelay:
 
 
 def _tell(guests: Sequence[socket.socket], body: Body) -> None:
+    """All at once: a request with pictures may have 60 MB."""
     data = json.dumps(body).encode()
-    for guest in guests:
+
+    def tell(guest: socket.socket) -> None:
         with contextlib.suppress(OSError):  # a rank that is gone shows elsewhere
             guest.settimeout(None)
             guest.sendall(_LENGTH.pack(len(data)) + data)
+
+    threads = [threading.Thread(target=tell, args=(guest,), daemon=True) for guest in guests]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _hear(host: socket.socket, limit: Limit) -> Body:

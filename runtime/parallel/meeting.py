@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from loader.host_link import socket_address
 from runtime.parallel.environment import RankEnvironment
 
 _STEP_S = 0.01
+_PEER = struct.Struct("3i")  # pid, uid, gid
 _HELLO = b"cfmeet1\0"
 _HELLO_S = 5.0  # a rank says it at once
 
@@ -72,9 +75,10 @@ def visit_meeting(environment: RankEnvironment, purpose: str, limit: Limit) -> I
 
 
 def _is_rank(guest: socket.socket, limit: Limit) -> bool:
-    """Whoever leaves, is silent or says something else is none."""
+    """Whoever leaves, is silent, says something else or is another user's is none."""
     try:
-        return receive(guest, len(_HELLO), limit) == _HELLO
+        _, user, _ = _PEER.unpack(guest.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        return user == os.getuid() and receive(guest, len(_HELLO), limit) == _HELLO
     except (InternalError, CapabilityError, OSError):
         return False
 
@@ -82,16 +86,17 @@ def _is_rank(guest: socket.socket, limit: Limit) -> bool:
 def receive(connection: socket.socket, count: int, limit: Limit) -> bytes:
     """Exactly `count` bytes. Raises: InternalError: the other end is gone before; CapabilityError: see `Limit`."""
     connection.settimeout(_STEP_S)
-    data = b""
+    data, have = bytearray(count), 0
+    view = memoryview(data)
     for _ in limit.tries("a rank said nothing"):
-        if len(data) == count:
+        if have == count:
             break
         with contextlib.suppress(TimeoutError):
-            part = connection.recv(count - len(data))
+            part = connection.recv_into(view[have:])
             if not part:
                 raise InternalError("a rank left", where="ranks of a host")
-            data += part
-    return data
+            have += part
+    return bytes(data)
 
 
 def _address(environment: RankEnvironment, purpose: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from loader.errors import RequestError
+from loader.errors import InternalError, RequestError
 from runtime.bootstrap import without_collector
 from runtime.nodes import WorkerStart, run_start
 from runtime.parallel.environment import RankEnvironment
@@ -78,7 +78,7 @@ class RankStart(WorkerStart):
         self.whole: Manifest | None = None
 
     def relayed(self, first: FirstRequest) -> FirstRelay | None:
-        """Told to all ranks of this host. On several hosts none is taken: they have no socket in common."""
+        """Told to all ranks of this host. On several hosts none is taken from here on: they have no socket in common."""
         if self.environment.local_size < self.environment.size:
             first.close()
             return None
@@ -87,8 +87,16 @@ class RankStart(WorkerStart):
         return FirstRelay(self.environment, first)
 
     def body_to_load_by(self, first: FirstRequest) -> Mapping[str, object] | None:
-        """The same on all ranks."""
-        return super().body_to_load_by(first) if self.relay is None else self.relay.load_body()
+        """The same on all ranks: without a relay it may be on one and not on another."""
+        if self.relay is None:
+            return None
+        try:
+            return self.relay.load_body()
+        except InternalError as error:
+            if self.shares_reader:  # all ranks must read in one order
+                raise
+            self.timeline.note(first_request=str(error))
+            return None
 
     def give_up(self) -> None:
         if self.relay is not None:
@@ -205,7 +213,7 @@ class RankStart(WorkerStart):
         self.connection = connect(
             self.environment,
             self.device,
-            GuardTimes(limit_s=self.settings.rank_limit_s, join_s=self.settings.rank_limit_s),
+            GuardTimes(limit_s=self.settings.rank_limit_s),
             early=results["communicator"],
         )
         self.timeline.note(connect_s=dict(self.connection.seconds))

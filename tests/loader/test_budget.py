@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from loader.budget import choose_ring, cpu_count, gpu_addresses, memory_headroom, near_cpus, reader_threads
+from loader.budget import (
+    choose_ring,
+    cpu_count,
+    gpu_addresses,
+    memory_headroom,
+    near_cpus,
+    reader_threads,
+    share_of,
+)
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -134,3 +142,8 @@ def test_near_cpus(tmp_path: Path) -> None:
     (root / "sys/bus/pci/devices/0000:1b:00.0/numa_node").write_text("-1\n")
     assert near_cpus(address, root) == []
     assert gpu_addresses(tmp_path / "nothing") == []
+
+
+@pytest.mark.parametrize(("cpus", "sharers", "own"), [(16, 1, 16), (16, 2, 8), (7, 2, 3), (2, 4, 1)])
+def test_processes_that_read_at_once_share_the_cpus_out(cpus: int, sharers: int, own: int) -> None:
+    assert share_of(cpus, sharers) == own

@@ -13,9 +13,9 @@ from torch.distributed import HashStore
 
 from loader.errors import CapabilityError, InternalError
 from runtime.native_nccl import Communicator, Nccl
-from runtime.parallel.connect import _agreed
 from runtime.parallel.early import EarlyCommunicator, first_uses
 from runtime.parallel.environment import RankEnvironment
+from runtime.parallel.run_store import agreed
 from tests.fakes.nccl import FakeNccl, FakeStreams
 
 Join = Callable[[Nccl, RankEnvironment, bytes], Communicator]
@@ -154,7 +154,7 @@ def test_a_communicator_is_used_only_if_every_rank_has_one() -> None:
 
     def agree(rank: int) -> None:
         environment = RankEnvironment(rank, 2, rank, 2)
-        answers[rank] = _agreed(store, environment, answers[rank])  # type: ignore[arg-type]
+        answers[rank] = agreed(store, environment, answers[rank])  # type: ignore[arg-type]
 
     threads = [threading.Thread(target=agree, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -169,7 +169,7 @@ def test_ranks_that_all_have_one_keep_it() -> None:
     store = HashStore()
     store.set("early/1", "yes")
     mine: Any = object()
-    assert _agreed(store, RankEnvironment(0, 2, 0, 2), mine) is mine  # type: ignore[arg-type]
+    assert agreed(store, RankEnvironment(0, 2, 0, 2), mine) is mine  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
@@ -16,6 +17,7 @@ from runtime.first_request import FirstRequest
 from runtime.parallel import first_relay
 from runtime.parallel.environment import RankEnvironment
 from runtime.parallel.first_relay import FirstRelay
+from runtime.parallel.meeting import host_meeting
 from runtime.parallel.start import RankStart
 from runtime.settings import Settings
 from runtime.timeline import Timeline
@@ -123,10 +125,22 @@ def test_a_rank_whose_start_takes_none_any_more_leaves_it(opened: list[Starts]) 
     assert team.firsts[1].wait(0) is None
 
 
-def test_a_start_that_fails_on_rank_0_lets_the_others_go(opened: list[Starts]) -> None:
+def test_a_start_that_fails_on_rank_0_lets_the_others_go(
+    opened: list[Starts], monkeypatch: pytest.MonkeyPatch
+) -> None:
     team = starts(opened, size=2)
+    have_met = threading.Event()
+
+    @contextlib.contextmanager
+    def meeting(*arguments: Any) -> Iterator[Any]:
+        with host_meeting(*arguments) as guests:
+            have_met.set()
+            yield guests
+
+    monkeypatch.setattr(first_relay, "host_meeting", meeting)
     team.begin(0, 1)
-    threading.Timer(0.1, team.relays[0].close).start()
+    assert have_met.wait(60)
+    team.relays[0].close()
     assert team.relays[1].load_body() is None
 
 
@@ -138,7 +152,7 @@ def test_a_rank_0_that_never_came_is_an_error_of_the_others(opened: list[Starts]
 
 
 def test_a_rank_that_never_comes_is_not_waited_for_by_rank_0(opened: list[Starts]) -> None:
-    team = starts(opened, size=3)
+    team = starts(opened, size=3, meet_s=600)  # longer than this test may take
     team.begin(0)
     team.firsts[0].offer(BODY)
     assert team.relays[0].load_body() == BODY
@@ -153,3 +167,49 @@ def test_ranks_on_several_hosts_take_none(local_size: int, is_taken: bool) -> No
     assert first.offer(BODY) == is_taken
     if start.relay is not None:
         start.relay.close()
+
+
+def test_one_that_came_before_is_not_loaded_by_on_several_hosts() -> None:
+    """The ranks of the other host know nothing of it."""
+    first = FirstRequest()
+    assert first.offer(BODY)
+    environment = RankEnvironment(0, 2, 0, 1, run_id=uuid.uuid4().hex)
+    start = RankStart(environment, Settings(device="cpu"), Timeline(), None, None, None, first)
+    assert start.body_to_load_by(first) is None
+    assert first.wait() == BODY, "it is prepared all the same"
+
+
+def test_whatever_goes_wrong_in_a_relay_is_said_and_not_waited_for(
+    opened: list[Starts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> Any:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(first_relay, "_hear", fails)
+    team = starts(opened, size=2)
+    team.begin(0, 1)
+    with pytest.raises(InternalError, match=r"did not say what to load \(too deep\)"):
+        team.relays[1].load_body()
+
+
+def test_ranks_with_readers_of_their_own_start_without_a_relay() -> None:
+    """They need not load in one order; what is missing later is loaded then."""
+    environment = RankEnvironment(1, 2, 1, 2, run_id=uuid.uuid4().hex)
+    first = FirstRequest(follows=True)
+    start = RankStart(
+        environment, Settings(device="cpu", host_reader="own"), Timeline(), None, None, None, first
+    )
+    assert start.relay is not None
+    start.relay._cancelled.set()
+    assert start.body_to_load_by(first) is None
+    assert "rank 0 did not say what to load" in start.timeline.facts["first_request"]
+
+
+@pytest.mark.parametrize("host_reader", ["own", "shared"])
+def test_ranks_share_the_cpus_out_unless_one_reads_for_all(host_reader: str) -> None:
+    environment = RankEnvironment(0, 4, 0, 4, run_id=uuid.uuid4().hex)
+    settings = Settings(device="cpu", host_reader=host_reader)
+    start = RankStart(environment, settings, Timeline(), None, None, None)
+    assert start.stream_options().sharers == 4, "on a CPU every rank reads"
+    start.device = "cuda"
+    assert start.stream_options().sharers == (4 if host_reader == "own" else 1)

@@ -160,14 +160,20 @@ def test_closing_waits_for_a_call_off_under_way() -> None:
     assert has_ended.is_set()
 
 
-def test_a_call_off_that_fails_or_hangs_does_not_keep_the_process() -> None:
-    may_end = threading.Event()
-    for call_off in (lambda: 1 / 0, lambda: may_end.wait(60)):
-        run = Run(1, ())
-        guard = Guard(run.store, 0, 1, HASTY, call_off, run.ending(0))
-        guard.announce()
-        guard.start()
-        guard.report("out of paint")
-        assert run.has_ended[0].wait(10)
-        may_end.set()
-        guard.close()
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_call_off_that_fails_or_hangs_does_not_keep_the_process(hangs: bool) -> None:
+    run, may_end = Run(1, ()), threading.Event()
+
+    def call_off() -> None:
+        if not hangs:
+            raise ZeroDivisionError
+        may_end.wait(60)
+
+    guard = Guard(run.store, 0, 1, HASTY, call_off, run.ending(0))
+    guard.announce()
+    guard.start()
+    guard.report("out of paint")
+    assert run.has_ended[0].wait(10)
+    guard.close()
+    assert not may_end.is_set()
+    may_end.set()
