@@ -19,9 +19,6 @@ _MIN_THREADS, _MAX_THREADS = 4, 16
 _THREADS_ON_SLOW_STORAGE = 64
 _UNLIMITED = 1 << 60
 
-PARENTS_CPUS = 6
-"""For the import, the token process, the uploader and its driver, which run beside the readers of a GPU's start."""
-
 
 class Choice(NamedTuple):
     """A number and why it is that."""

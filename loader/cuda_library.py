@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from loader.arena import DeviceArena
 
+START_HINT = "check that the container has a GPU and a driver for CUDA 13"
 _SUCCESS = 0
 _BY_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
@@ -52,9 +53,6 @@ _ARGUMENTS = {
     "cuMemFree_v2": (c_uint64,),
     "cuGetErrorName": (c_int, ctypes.POINTER(c_char_p)),
 }
-
-
-START_HINT = "check that the container has a GPU and a driver for CUDA 13"
 
 
 @functools.cache

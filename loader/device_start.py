@@ -27,6 +27,8 @@ from loader.upload_wire import work_of
 from loader.uploader import Uploader
 from loader.uploader_link import UploaderProcess
 
+_PARENTS_CPUS = 6  # the import, the token process, the uploader and its driver run beside the readers
+
 
 def start_device(
     plan: LoadPlan,
@@ -70,7 +72,7 @@ class _DeviceLoad:
         self.near = _near_cpus()
         cpus = budget.cpu_count()
         near = min(cpus.value, len(self.near) or cpus.value)
-        threads = budget.reader_threads(budget.share_of(near, options.sharers), budget.PARENTS_CPUS)
+        threads = budget.reader_threads(budget.share_of(near, options.sharers), _PARENTS_CPUS)
         if options.threads:
             threads = budget.Choice(options.threads, "forced")
         headroom = budget.memory_headroom()

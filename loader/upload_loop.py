@@ -64,7 +64,7 @@ class Upload:
         self._has_copied = False
         self._spent: set[int] = set()  # slots that are not filled again
         self._has_told_refusal = False
-        self._has_given_slots = self._has_told_pinned = False
+        self._marked: set[str] = set()
         self.pinned = ("", 0, 0)  # of a mark, once the ring was given back
         self.is_done = False
         try:
@@ -221,9 +221,8 @@ class Upload:
             self._waiting.append(record)
             if not is_reusable:
                 self._spent.add(slot)
-        if ring.pinned_bytes == ring.choice.bytes and not self._has_told_pinned:
-            self._has_told_pinned = True
-            self._post.mark("uploader: every slot pinned", time.monotonic_ns(), ring.pinned_bytes)
+        if ring.pinned_bytes == ring.choice.bytes:
+            self._mark_once("uploader: every slot pinned", ring.pinned_bytes)
         if ring.refusal and not self._has_told_refusal:
             self._has_told_refusal = True
             if not ring.pinned_bytes and not self._has_copied:
@@ -244,13 +243,17 @@ class Upload:
     def _give_slots(self) -> None:
         slots = [] if self.is_done else self._slots.take()
         if slots:
-            if not self._has_given_slots:
-                self._has_given_slots = True
-                self._post.mark("uploader: first slot back", time.monotonic_ns())
+            self._mark_once("uploader: first slot back")
             try:
                 os.write(self._free, b"".join(map(wire.SLOT.pack, slots)))
             except OSError:
                 return  # the reader is gone: `full` tells
+
+    def _mark_once(self, name: str, size: int = 0) -> None:
+        """A moment, when it comes the first time."""
+        if name not in self._marked:
+            self._marked.add(name)
+            self._post.mark(name, time.monotonic_ns(), size)
 
     def _keep(self, records: list[bytes]) -> None:
         self._loaded += records

@@ -267,7 +267,6 @@ class WorkerStart:
         except Exception as error:  # a request's border: it is raised again where the request came from
             if self.first is None:
                 raise
-            self.timeline.note(first_request=f"refused: {error}")
             self.first.settle(error)
             return None
         if self.first is not None:

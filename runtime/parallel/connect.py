@@ -34,7 +34,10 @@ _IDLE = timedelta(days=365)  # ranks wait for the next request this long; the gu
 
 @dataclass(frozen=True)
 class Connection:
-    """This rank's part of a run. `ranks` moves tensors of the device, `control` words of the host."""
+    """This rank's part of a run. `ranks` moves tensors of the device, `control` words of the host.
+
+    early: the communicator under `ranks`, if it is not torch's. seconds: what each part of joining took.
+    """
 
     environment: RankEnvironment
     ranks: Ranks
@@ -116,7 +119,7 @@ def connect(
             found=f"{environment.address}:{environment.port}",
             expected=f"all ranks within {times.join_s:g} s, groups within {times.limit_s:g} s",
         ) from error
-    ranks = GroupRanks(None, guard) if early is None else _on_streams(early, guard)
+    ranks = GroupRanks(None, guard) if early is None else NcclRanks(early, StreamOrder(early.stream), guard)
     if uses_torch:
         _use_at_start(ranks, gpu, guard)
         clock.lap("use")
@@ -166,10 +169,6 @@ def call_off(early: Communicator | None = None) -> None:
     world = dist.group.WORLD
     if world is not None and dist.get_backend(world) == "nccl":
         world.abort()
-
-
-def _on_streams(early: Communicator, guard: Guard) -> NcclRanks:
-    return NcclRanks(early, StreamOrder(early.stream), guard)
 
 
 class _Clock:

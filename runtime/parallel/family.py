@@ -50,21 +50,21 @@ class RankFamily(Family, Protocol):
         """
         ...
 
-    def native_operations_on_ranks(
+    def native_operations(
         self,
         prepared: Prepared | None,
         native: NativeTorch,
         items: Collection[str],
-        ranks: int,
-        is_sharded: bool,
+        ranks: int = 1,
+        is_sharded: bool = False,
     ) -> Iterator[str]:
-        """`Family.native_operations` in the shapes of one rank's share."""
+        """See `Family`; in the shapes of one rank's share. is_sharded: as for `start_on_ranks`."""
         ...
 
-    def warm_up_libraries_on_ranks(
-        self, prepared: Prepared, device: str, ranks: int, is_sharded: bool
+    def warm_up_libraries(
+        self, prepared: Prepared, device: str, ranks: int = 1, is_sharded: bool = False
     ) -> None:
-        """`Family.warm_up_libraries` in the shapes of one rank's share."""
+        """See `Family`; in the shapes of one rank's share. is_sharded: as for `start_on_ranks`."""
         ...
 
     def warm_attention(self, prepared: Prepared, compute: Compute, ranks: int) -> None:
@@ -145,14 +145,14 @@ class FamilyOnRanks:
         self, prepared: Prepared | None, native: NativeTorch, items: Collection[str]
     ) -> Iterator[str]:
         """Those of this rank's share; nothing of it waits for the other ranks."""
-        found: Iterator[str] = self._family.native_operations_on_ranks(
+        found: Iterator[str] = self._family.native_operations(
             prepared, native, items, self._size, self._is_sharded
         )
         return found
 
     def warm_up_libraries(self, prepared: Prepared, device: str) -> None:
         """In this rank's shapes."""
-        self._family.warm_up_libraries_on_ranks(prepared, device, self._size, self._is_sharded)
+        self._family.warm_up_libraries(prepared, device, self._size, self._is_sharded)
 
     def warm_up_conditioner(self, prepared: Prepared, compute: Compute) -> None:
         """This rank's share of the work, without waiting for the others."""

@@ -8,6 +8,7 @@ collective, and would keep its GPU.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,8 @@ from typing import Protocol
 from loader.errors import InternalError
 
 _FAILURE = "failure"
+
+log = logging.getLogger(__name__)
 
 
 class Store(Protocol):
@@ -209,8 +212,10 @@ class Guard:
             self._end_process(error)
 
     def _call_off_quietly(self) -> None:
-        with suppress(Exception):
+        try:
             self._call_off()
+        except Exception:  # the process ends all the same
+            log.warning("collectives could not be called off", exc_info=True)
 
     # --- on either thread ---
 

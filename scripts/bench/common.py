@@ -52,7 +52,7 @@ def write_result(
     Returns: the path written.
     """
     if command is None:
-        command = ["python", "-m", module_name(), *sys.argv[1:]]
+        command = ["python", "-m", _module_name(), *sys.argv[1:]]
     result = {
         "name": name,
         "command": command if isinstance(command, str) else " ".join(command),
@@ -82,10 +82,10 @@ def bundle_kernels(bundle: Path | None) -> Sequence[Mapping[str, Any]]:
 
 def ranks_command(size: int) -> list[str]:
     """How to run this process's script again on `size` ranks."""
-    return ["python", "-m", "runtime.server.ranks", str(size), "python", "-m", module_name(), *sys.argv[1:]]
+    return ["python", "-m", "runtime.server.ranks", str(size), "python", "-m", _module_name(), *sys.argv[1:]]
 
 
-def module_name() -> str:
+def _module_name() -> str:
     """Dotted name of the script that runs, for `python -m`."""
     script = Path(sys.argv[0]).resolve()
     root = Path(__file__).resolve().parents[2]

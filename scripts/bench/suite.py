@@ -86,32 +86,14 @@ def _gpu_tests(mark: str, seconds: int) -> Bench:
 _RANKS = "{work}/ranks"
 _RANKS_MANIFEST = "{work}/ranks/manifest.json"
 _FULL_OF_RANKS = _module(
-    "full_size",
-    _RANKS,
-    "--ranks",
-    "1",
-    "--ranks",
-    "2",
-    "--architecture",
-    "sm_90a",
-    seconds=200,
-    makes=_RANKS_MANIFEST,
-)
+    "full_size", _RANKS, "--ranks", "1", "--ranks", "2", "--architecture", "sm_90a", seconds=200, makes=_RANKS_MANIFEST,
+)  # fmt: skip
 
 
 def _on_two_ranks(name: str, *arguments: str, seconds: int) -> Bench:
     """With the launcher of this project: torch is imported by the ranks alone, and they end with it."""
-    launch = (
-        "-m",
-        "runtime.server.ranks",
-        "2",
-        sys.executable,
-        "-m",
-        f"scripts.bench.{name}",
-        "--bundle",
-        _RANKS,
-    )
-    return Bench(name, (*launch, *arguments), seconds, needs=_RANKS_MANIFEST)
+    launch = ("-m", "runtime.server.ranks", "2", sys.executable, "-m", f"scripts.bench.{name}")
+    return Bench(name, (*launch, "--bundle", _RANKS, *arguments), seconds, needs=_RANKS_MANIFEST)
 
 
 PARTS: Mapping[str, tuple[Bench, ...]] = {

@@ -129,17 +129,12 @@ class MiniMaxH3:
         compute.warm_attention(rows, heads, config.attention_head_dim)
 
     def native_operations(
-        self, prepared: Prepared | None, native: NativeTorch, items: Collection[str]
-    ) -> Iterator[str]:
-        return self.native_operations_on_ranks(prepared, native, items, ranks=1, is_sharded=False)
-
-    def native_operations_on_ranks(
         self,
         prepared: Prepared | None,
         native: NativeTorch,
         items: Collection[str],
-        ranks: int,
-        is_sharded: bool,
+        ranks: int = 1,
+        is_sharded: bool = False,
     ) -> Iterator[str]:
         """See `runtime.parallel.family.RankFamily`."""
         from runtime.families.minimax_h3.native_operations import operations
@@ -150,11 +145,8 @@ class MiniMaxH3:
         config, sequence = self.capabilities.config, None if prepared is None else prepared.parts["sequence"]
         return operations(native, items, config, sequence, share_of(config, ranks, is_sharded))
 
-    def warm_up_libraries(self, prepared: Prepared, device: str) -> None:
-        self.warm_up_libraries_on_ranks(prepared, device, ranks=1, is_sharded=False)
-
-    def warm_up_libraries_on_ranks(
-        self, prepared: Prepared, device: str, ranks: int, is_sharded: bool
+    def warm_up_libraries(
+        self, prepared: Prepared, device: str, ranks: int = 1, is_sharded: bool = False
     ) -> None:
         """See `runtime.parallel.family.RankFamily`."""
         from loader.torch_api import torch_dtype

@@ -25,13 +25,12 @@ from runtime.families.minimax_h3.products import (
     text_heads,
     text_products,
 )
-from runtime.families.minimax_h3.shards import Share
+from runtime.families.minimax_h3.shards import WHOLE, Share
 from runtime.native_torch import Handle, NativeTorch
 from runtime.parallel.split import RETURN_CHUNK_ROWS
 
 _BF16 = 2  # bytes
 _ANY_ROWS = 16
-_WHOLE = Share()
 
 
 def operations(
@@ -39,7 +38,7 @@ def operations(
     items: Collection[str],
     config: H3Config,
     sequence: PackedSequence | None,
-    share: Share = _WHOLE,
+    share: Share = WHOLE,
 ) -> Iterator[str]:
     """See `runtime.native_warm_up.Operations`. What the conditioner needs comes first: it is needed first.
 

@@ -58,6 +58,10 @@ class Share:
         return -(-rows // self.rows)
 
 
+WHOLE = Share()
+"""That of one rank."""
+
+
 def share_of(config: H3Config, size: int, is_sharded: bool) -> Share:
     """That of each of `size` ranks. is_sharded: they hold shards, not whole weights."""
     return Share(

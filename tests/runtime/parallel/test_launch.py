@@ -43,13 +43,17 @@ ROOT = Path(__file__).parents[3]
 REQUEST = {"prompt": "a lamp in the rain", "size": "64x64", "num_frames": 56, "seed": 3}
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prepared")
+def prepared_for_two(folder: Path) -> Path:
+    """A tiny prepared directory in `folder`, with shards for two ranks."""
     write_tiny_checkpoint(folder / "checkpoint", "test", "diffusers", seed=4)
     options = ["--schedule", "base-30", "--dtype", "float32", "--task", "t2va", "--ranks", "2", "--json"]
     assert prepare_main([str(folder / "checkpoint"), str(folder / "bundle"), *options]) == 0
     return folder / "bundle"
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared_for_two(tmp_path_factory.mktemp("prepared"))
 
 
 class TwoRanks:

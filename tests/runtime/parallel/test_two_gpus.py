@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from prepare.cli import prepare_main
-from scripts.tiny_checkpoint import write_tiny_checkpoint
 from tests.runtime.parallel.team import Team
-from tests.runtime.parallel.test_launch import REQUEST, TwoRanks
+from tests.runtime.parallel.test_launch import REQUEST, TwoRanks, prepared_for_two
 
 pytestmark = pytest.mark.gpu2
 
@@ -21,11 +19,7 @@ EARLY = [{**environment, "TEST_NCCL": "early"} for environment in ONE_EACH]
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prepared")
-    write_tiny_checkpoint(folder / "checkpoint", "test", "diffusers", seed=4)
-    options = ["--schedule", "base-30", "--dtype", "float32", "--task", "t2va", "--ranks", "2", "--json"]
-    assert prepare_main([str(folder / "checkpoint"), str(folder / "bundle"), *options]) == 0
-    return folder / "bundle"
+    return prepared_for_two(tmp_path_factory.mktemp("prepared"))
 
 
 @pytest.mark.parametrize(

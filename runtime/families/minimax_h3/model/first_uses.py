@@ -11,14 +11,12 @@ from torch.nn import functional
 
 from runtime.families.minimax_h3.config import H3Config
 from runtime.families.minimax_h3.products import largest, refiner_products, text_products
-from runtime.families.minimax_h3.shards import Share
-
-_WHOLE = Share()
+from runtime.families.minimax_h3.shards import WHOLE, Share
 
 
 @torch.inference_mode()
 def multiply_first(
-    config: H3Config, rows: int, dtype: torch.dtype, device: str, share: Share = _WHOLE
+    config: H3Config, rows: int, dtype: torch.dtype, device: str, share: Share = WHOLE
 ) -> None:
     """Each product of a text layer and of the refiner once, on zeros; not waited for.
 
