@@ -33,8 +33,8 @@ class Settings:
         storage_gbps: throttle for experiments, in 10^9 bytes per second; 0: none.
         loader_path: force a rung of the loader's fallback ladder (U, A to E); empty: probed.
         host_reader: with several GPUs, `shared`: one reader and one ring for the host's ranks; `own`: one each.
-        nccl: with several GPUs of one host, who makes the communicator: `torch`, once it is imported, or `early`: a thread
-            meanwhile.
+        nccl: with several GPUs of one host, who makes the communicator: `early`: a thread during the import of torch, or
+            `torch`, once it is imported.
         rank_limit_s: with several ranks, silence or a step that counts as a hang; longer than the longest step.
         encoder_processes: H.264 encoders beside the worker; 0: chosen from the machine.
         encoder_codec: `libx264`, or `h264_nvenc` where the GPU has an encoder.
@@ -63,7 +63,7 @@ class Settings:
     storage_gbps: float = 0.0
     loader_path: str = ""
     host_reader: str = "shared"
-    nccl: str = "torch"
+    nccl: str = "early"
     rank_limit_s: float = 300.0
     encoder_processes: int = 0
     encoder_codec: str = "libx264"
@@ -83,7 +83,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "verify": ("edges", "full", "auto"),
     "encoder_codec": ("libx264", "h264_nvenc"),
     "host_reader": ("shared", "own"),
-    "nccl": ("torch", "early"),
+    "nccl": ("early", "torch"),
     "attention": ("auto", "cudnn", "flash", "flash3", "efficient", "math"),
     "loader_path": ("", "U", "A", "B", "C", "D", "E"),
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),

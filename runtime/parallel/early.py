@@ -9,11 +9,16 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from loader.errors import CapabilityError, WorkerError
 from runtime.native_nccl import ID_BYTES, Communicator, Nccl
 from runtime.parallel.environment import RankEnvironment
 from runtime.parallel.meeting import Limit, host_meeting, receive, visit_meeting
+
+if TYPE_CHECKING:
+    from loader.cuda_library import CudaLibrary
+    from runtime.timeline import Timeline
 
 _VERSION = struct.Struct("<I")  # 0: this rank cannot take part
 _NO_ID = bytes(ID_BYTES)
@@ -124,17 +129,38 @@ class EarlyCommunicator:
         return made[0]
 
 
-def early_communicator(environment: RankEnvironment) -> EarlyCommunicator:
-    """That of this rank, whose libraries of torch are mapped, on the only GPU that it sees."""
-    return EarlyCommunicator(environment, Nccl, join_nccl)
+def early_communicator(
+    environment: RankEnvironment, timeline: Timeline, wait_mapped: Callable[[], None]
+) -> EarlyCommunicator:
+    """That of this rank, on the only GPU that it sees.
+
+    Args:
+        timeline: gets a span for each part of the work.
+        wait_mapped: returns once torch's libraries are mapped. The context is made meanwhile.
+    """
+
+    def open_library() -> Nccl:
+        with timeline.span("communicator: context"):
+            _driver_in_use()
+        with timeline.span("communicator: libraries"):
+            wait_mapped()
+            return Nccl()
+
+    def join(nccl: Nccl, environment: RankEnvironment, unique_id: bytes) -> Communicator:
+        with timeline.span("communicator: init"):
+            driver = _driver_in_use()
+            communicator = Communicator(nccl, driver, environment.size, environment.rank, unique_id)
+        with timeline.span("communicator: first uses"):
+            communicator.use_once(*first_uses(environment.size))
+        return communicator
+
+    return EarlyCommunicator(environment, open_library, join)
 
 
-def join_nccl(nccl: Nccl, environment: RankEnvironment, unique_id: bytes) -> Communicator:
-    """This rank's end, tried out. Raises: CapabilityError, InternalError."""
+def _driver_in_use() -> CudaLibrary:
+    """The driver, with this process's context on its GPU current on this thread. Raises: CapabilityError, InternalError."""
     from loader.cuda_library import cuda_library
 
     driver = cuda_library()
     driver.use_context(driver.retain_context(0))
-    communicator = Communicator(nccl, driver, environment.size, environment.rank, unique_id)
-    communicator.use_once(*first_uses(environment.size))
-    return communicator
+    return driver

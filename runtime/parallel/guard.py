@@ -192,13 +192,16 @@ class Guard:
     def _check_progress(self) -> None:
         with self._lock:
             still_s, doing = time.monotonic() - self._progress_s, self._doing
-        if self._is_busy and still_s > self._times.limit_s and self.failure is None:
-            self._fail(self._furthest_behind(), f"no progress for {self._times.limit_s:g} s; here: {doing}")
+        if not self._is_busy or still_s <= self._times.limit_s or self.failure is not None:
+            return
+        cause = f"no progress for {self._times.limit_s:g} s; here: {doing}"
+        if silent := self._silent_ranks(3 * self._times.beat_s):
+            self._fail(silent[0], f"stopped answering, and {cause}")
+        else:
+            self._fail(self._furthest_behind(), cause)
 
     def _furthest_behind(self) -> int:
-        """A rank that is silent, or else the one with the least progress: the others wait for it."""
-        if silent := self._silent_ranks(3 * self._times.beat_s):
-            return silent[0]
+        """The rank with the least progress: the others wait for it."""
         progress = [json.loads(beat)[1] if beat else 0 for beat, _ in self._beats]
         return progress.index(min(progress))
 

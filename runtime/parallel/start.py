@@ -5,16 +5,15 @@ The ranks come together on a thread of their own as soon as torch is there, besi
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from loader.errors import InternalError, RequestError
+from loader.errors import InternalError
 from runtime.bootstrap import without_collector
 from runtime.nodes import WorkerStart, run_start
-from runtime.parallel.environment import RankEnvironment
+from runtime.parallel.environment import RankEnvironment, choose_transport, narrow_devices
 from runtime.parallel.family import FamilyOnRanks
 from runtime.parallel.prepared import prepared_ranks, rank_manifest
 from runtime.startup import Node, Results
@@ -52,7 +51,8 @@ def start_on_ranks(
     The other ranks serve rank 0 until it ends and then leave the process.
     Raises: WorkerError, on all ranks: the first cause of whatever failed on any rank that was already connected.
     """
-    _narrow_devices(environment)
+    narrow_devices(environment)
+    choose_transport(environment)
     start = RankStart(environment, settings, timeline, body, resolve_image, on_family, first)
     with without_collector():
         engine, prepared = run_start(start, timeline)
@@ -196,8 +196,7 @@ class RankStart(WorkerStart):
         else:
             from runtime.parallel.early import early_communicator
 
-            preload.join()
-            self.early = early_communicator(environment)
+            self.early = early_communicator(environment, self.timeline, preload.join)
             communicator, problem = self.early.make(), self.early.problem
         self.timeline.note(communicator="early" if communicator else f"left to torch: {problem}")
         return communicator
@@ -243,19 +242,3 @@ class RankStart(WorkerStart):
     def _connected(self) -> Connection:
         assert self.connection is not None, "jobs start after the graph has run"
         return self.connection
-
-
-def _narrow_devices(environment: RankEnvironment) -> None:
-    """Let this process see its own GPU only, before anything opens CUDA, so that all code means the same device 0."""
-    if environment.size == 1:
-        return
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = listed.split(",") if listed else [str(number) for number in range(environment.local_size)]
-    if environment.local_rank >= len(visible):
-        raise RequestError(
-            "not a GPU for every rank of this host",
-            where="CUDA_VISIBLE_DEVICES",
-            found=listed,
-            expected=f"{environment.local_size} devices",
-        )
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible[environment.local_rank]

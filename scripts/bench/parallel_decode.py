@@ -25,13 +25,12 @@ from runtime.compute import choose_compute
 from runtime.families.minimax_h3.model.parts import decoder_operators
 from runtime.families.minimax_h3.model.ranks_video import VideoUnitDecoder
 from runtime.families.minimax_h3.model.video_decoder import VideoDecoder
-from runtime.parallel.connect import connect
 from runtime.parallel.control import Control
-from runtime.parallel.environment import rank_environment
 from runtime.parallel.ranks import OneRank, Ranks
 from runtime.parallel.units import UnitRelay
 from scripts.bench.common import bundle_kernels, ranks_command, target, write_result
 from scripts.bench.decode_weights import RandomDecoderWeights
+from scripts.bench.shipped_ranks import shipped_connection
 from scripts.tiny_presets import preset
 
 
@@ -70,7 +69,7 @@ class Bench:
 @torch.inference_mode()
 def main() -> int:
     args = _arguments()
-    connection = connect(rank_environment(), args.device)
+    connection = shipped_connection(args.device)
     bench, size = Bench(args), connection.environment.size
     figures: dict[str, Any] = {
         "ranks": size, "size": args.size, "frames": args.frames, "compute": bench.compute.facts

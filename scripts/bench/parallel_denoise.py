@@ -6,7 +6,8 @@
 
 Any launcher that sets torchrun's variables will do. DIRECTORY is prepared; its kernels are used, without it eager operators.
 Weights are random and made on the device. One rank is measured first, on rank 0, then all ranks. Without its
-communication means: the same work with collectives that move nothing. `results/parallel_denoise.json`.
+communication means: the same work, with copies of this rank's rows in place of what others would send (on zeros or stale
+memory a GPU is faster). `results/parallel_denoise.json`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from runtime.compute import Compute, choose_compute
 from runtime.families.minimax_h3.config import H3Config
@@ -30,15 +32,33 @@ from runtime.families.minimax_h3.model.ranks_transformer import RanksTransformer
 from runtime.families.minimax_h3.model.transformer import Transformer
 from runtime.families.minimax_h3.packing import PackedSequence, pack
 from runtime.families.minimax_h3.shards import gathers_hidden
-from runtime.parallel.connect import Connection, connect
+from runtime.parallel.connect import Connection
 from runtime.parallel.control import Control
-from runtime.parallel.environment import rank_environment
-from runtime.parallel.ranks import OneRank, Ranks, SilentRanks
+from runtime.parallel.ranks import OneRank, Ranks, SilentRanks, Work
 from runtime.parallel.split import RowShards
 from runtime.parallel.ulysses import GatheredHidden, ProjectedHeads
 from scripts.bench.common import bundle_kernels, ranks_command, target, write_result
 from scripts.bench.parallel_weights import TABLE, RandomTransformerWeights
+from scripts.bench.shipped_ranks import shipped_connection
 from scripts.tiny_presets import preset
+
+
+class CopyingRanks(SilentRanks):
+    """Nothing on the wire: what others would send is copied from what this rank holds."""
+
+    def all_gather(self, out: Tensor, part: Tensor) -> Work:
+        out.view(self.size, *part.shape).copy_(part.expand(self.size, *part.shape))
+        return super().all_gather(out, part)
+
+    def all_to_all(
+        self, out: Tensor, rows: Tensor, out_rows: Sequence[int], sent_rows: Sequence[int]
+    ) -> Work:
+        start = 0
+        for count in out_rows:
+            there = min(count, len(rows))
+            out[start : start + there].copy_(rows[:there])
+            start += count
+        return super().all_to_all(out, rows, out_rows, sent_rows)
 
 
 class Bench:
@@ -148,7 +168,7 @@ def measure(bench: Bench) -> dict[str, Any]:
     together = bench.together(connection.ranks, connection.control)
     steps = bench.args.warm + bench.args.steps
     received = (connection.ranks.received_bytes - before) // steps
-    silent = bench.together(SilentRanks(rank, size), Control(OneRank()))
+    silent = bench.together(CopyingRanks(rank, size), Control(OneRank()))
     dist.barrier()
     communication = bench.communication()
     exposed = max(0.0, together - silent)
@@ -169,7 +189,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 @torch.inference_mode()
 def main() -> int:
     args = _arguments()
-    connection = connect(rank_environment(), args.device)
+    connection = shipped_connection(args.device)
     compute = choose_compute(args.device, args.bundle or Path(), bundle_kernels(args.bundle))
     shapes: dict[int, dict[str, Any]] = {}
     for frames in args.frames:

@@ -34,8 +34,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "a lamp sways in the rain " * 111  # 1,000 tokens, as the peer
 TRIES = (
     "own readers:COLDFRAME_HOST_READER=own",
-    "early:COLDFRAME_NCCL=early",
-    "own readers, early:COLDFRAME_HOST_READER=own,COLDFRAME_NCCL=early",
+    "torch connects:COLDFRAME_NCCL=torch",
+    "virtual memory handles:NCCL_CUMEM_ENABLE=1",
 )
 START_S = 120.0
 LEAVE_S = 8.0  # for the others, once one rank has failed: their guards need 5

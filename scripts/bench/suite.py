@@ -141,6 +141,7 @@ PARTS: Mapping[str, tuple[Bench, ...]] = {
     ),
     "prepare": (_module("prepare_full", "--components", "{work}/prepare", "--budget-s", "300", seconds=320),),
     "ranks": (
+        _module("connect_ranks", seconds=60),
         _FULL_OF_RANKS,
         _on_two_ranks("parallel_denoise", "--steps", "1", "--name", "sp2_denoise", seconds=180),
         _on_two_ranks("parallel_decode", "--repeat", "1", "--name", "vae_decode_2gpu", seconds=90),

@@ -162,7 +162,7 @@ def main() -> None:
     environment, device = rank_environment(), os.environ.get("TEST_DEVICE", "cpu")
     early = None
     if os.environ.get("TEST_NCCL") == "early":
-        maker = early_communicator(environment)
+        maker = early_communicator(environment, Timeline(), lambda: None)
         early = maker.make()
         assert early is not None, maker.problem
     connection = connect(environment, device, times, early=early)

@@ -47,7 +47,7 @@ def rank_start(environment: RankEnvironment = TWO, device: str = "cuda", nccl: s
 
 def test_it_is_made_where_the_settings_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     maker, start = Maker("a communicator"), rank_start()
-    monkeypatch.setattr(early, "early_communicator", lambda environment: maker)
+    monkeypatch.setattr(early, "early_communicator", lambda *arguments: maker)
     assert start.communicator({}) == "a communicator"
     assert start.timeline.facts["communicator"] == "early"
 
@@ -77,7 +77,7 @@ def test_otherwise_nothing_is_tried(
 def test_what_is_left_to_torch_says_why(
     environment: RankEnvironment, maker: Maker | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(early, "early_communicator", lambda environment: maker)
+    monkeypatch.setattr(early, "early_communicator", lambda *arguments: maker)
     start = rank_start(environment)
     assert start.communicator({}) is None
     assert start.timeline.facts["communicator"] == f"left to torch: {reason}"
@@ -92,7 +92,7 @@ def test_without_torchs_libraries_mapped_it_is_left_to_torch() -> None:
 
 def test_a_start_that_fails_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     maker, start = Maker(None, "the start was given up", waits=True), rank_start()
-    monkeypatch.setattr(early, "early_communicator", lambda environment: maker)
+    monkeypatch.setattr(early, "early_communicator", lambda *arguments: maker)
     thread = threading.Thread(target=start.communicator, args=({},))
     thread.start()
     assert maker.begun.wait(60)

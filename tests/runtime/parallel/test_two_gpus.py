@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,11 @@ def test_a_killed_rank_ends_the_other_though_the_communicator_is_our_own(tmp_pat
         survivor = team.answer(0)
     finally:
         team.close()
-    assert "rank 1 of 2 failed: did not answer for 8 s" in str(survivor)
+    # Both limits run out at once, as it was killed at the beginning of the job.
+    assert re.search(
+        "rank 1 of 2 failed: (did not answer for 8 s|stopped answering, and no progress for 8 s)",
+        str(survivor),
+    )
 
 
 def test_the_file_is_the_same_whoever_connects_and_whoever_reads(bundle: Path, tmp_path: Path) -> None:
