@@ -12,6 +12,8 @@ from pathlib import Path
 from runtime.timeline import HEADLINE, Span, Timeline
 
 _ROW_PX, _LEFT_PX, _PLOT_PX, _RIGHT_PX, _TOP_PX = 22, 190, 860, 230, 64
+_WIDTH_PX = _LEFT_PX + _PLOT_PX + _RIGHT_PX
+_CHARACTER_PX = 6.8  # of most texts, at the least
 _JSON_ONLY = ("groups",)  # hundreds of spans that a picture cannot show
 _HALO = 'paint-order="stroke" stroke="#fff" stroke-width="3" stroke-linejoin="round"'  # text stays readable over lines
 _COLOURS = ("#3b6fb6", "#2f8f6b", "#b5651d", "#8258a8", "#a33f5e", "#4d7c8a", "#7a7a2a", "#5b5b9e")
@@ -80,12 +82,11 @@ def to_svg(timeline: Timeline, title: str) -> str:
     rows = sum(len(rows) for _, rows in lanes)
     body_px = rows * _ROW_PX
     height = _TOP_PX + body_px + 40 + 18 * len(marks)
-    width = _LEFT_PX + _PLOT_PX + _RIGHT_PX
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH_PX} {height}" width="{_WIDTH_PX}" height="{height}" '
         'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="12" role="img">',
         f"<title>{escape(title)}</title>",
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<rect width="{_WIDTH_PX}" height="{height}" fill="#ffffff"/>',
         f'<text x="12" y="24" font-size="16" font-weight="bold" fill="#1c1c1c">{escape(title)}</text>',
     ]
     parts += _axis(end_ns - timeline.origin_ns, body_px)
@@ -101,8 +102,12 @@ def spoken(name: str) -> str:
     return " ".join(words.get(word, word) for word in name.split("_"))
 
 
-def _duration(duration_ns: int) -> str:
-    return f"{duration_ns / 1e9:.3f} s" if duration_ns >= 1e6 else "under 1 ms"
+def _label(span: Span) -> str:
+    """Its name and how long it took; a point in time only has the name."""
+    duration_ns = span.end_ns - span.start_ns
+    if not duration_ns:
+        return span.name
+    return f"{span.name}  " + (f"{duration_ns / 1e9:.3f} s" if duration_ns >= 1e6 else "under 1 ms")
 
 
 def _axis(total_ns: int, body_px: int) -> list[str]:
@@ -132,21 +137,28 @@ def _bars(lanes: Sequence[tuple[str, list[list[Span]]]], origin_ns: int, scale: 
             for span in row:
                 x = _LEFT_PX + (span.start_ns - origin_ns) * scale
                 w = max((span.end_ns - span.start_ns) * scale, 1.0)
-                label = f"{span.name}  {_duration(span.end_ns - span.start_ns)}"
+                label = _label(span)
                 parts.append(
                     f'<rect x="{x:.1f}" y="{y + 3}" width="{w:.1f}" height="{_ROW_PX - 6}" rx="2" fill="{colour}" '
                     f'fill-opacity="0.85"><title>{escape(label)}</title></rect>'
                 )
-                text_px = 6.4 * len(label)
-                if w > text_px + 8:
+                if w > _CHARACTER_PX * len(label) + 8:
                     parts.append(f'<text x="{x + 4:.1f}" y="{y + 15}" fill="#fff">{escape(label)}</text>')
                 elif row[-1] is span and x + w >= free_from:
-                    parts.append(
-                        f'<text x="{x + w + 4:.1f}" y="{y + 15}" fill="#333" {_HALO}>{escape(label)}</text>'
-                    )
+                    parts.append(_label_beside(label, free_from, x, x + w, y + 15))
                 free_from = x + w
             y += _ROW_PX
     return parts
+
+
+def _label_beside(label: str, free_from: float, left: float, right: float, y: int) -> str:
+    """The label of a row's last bar, which ends at `right`: behind it, or before it where only that has room for all of it."""
+    room = int((_WIDTH_PX - right - 4) / _CHARACTER_PX)
+    if len(label) > room and left - 4 - _CHARACTER_PX * len(label) > max(free_from, _LEFT_PX):
+        x, anchor, shown = left - 4, "end", label
+    else:
+        x, anchor, shown = right + 4, "start", label if len(label) <= room else label[: room - 1] + "…"
+    return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}" fill="#333" {_HALO}>{escape(shown)}</text>'
 
 
 def _mark_lines(marks: Sequence[tuple[str, float]], scale: float, body_px: int) -> list[str]:
