@@ -1,6 +1,6 @@
 """The start of a worker over several ranks: every rank runs the graph of `runtime.nodes`, with one node more.
 
-The ranks come together on a thread of their own as soon as torch is there, beside the load.
+A host's GPUs are connected during the import of torch; the ranks come together as soon as it is there. Both on threads, beside the load.
 """
 
 from __future__ import annotations
