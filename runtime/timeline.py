@@ -105,6 +105,19 @@ class Timeline:
         return {name: round(value, 6) for name, value in found if value is not None}
 
 
+class Laps:
+    """What each of some pieces of work took that come one after the other: `seconds`, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        """One ends, and the next begins."""
+        now = time.monotonic()
+        self.seconds[name], self._last = round(now - self._last, 4), now
+
+
 def process_start_ns() -> int | None:
     """`time.monotonic_ns()` at which the kernel started this process (10 ms steps); None where /proc is absent."""
     try:

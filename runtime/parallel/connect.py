@@ -2,15 +2,14 @@
 
 `connect` blocks until all ranks are there; a start calls it on a thread of its own, so that it overlaps the load. On GPUs it
 takes the communicator that was made before (`runtime.parallel.early`) if every rank has one, else torch makes it.
-NVLink multicast and whatever else NCCL reads from the environment stays as the environment has it
-(`NCCL_NVLS_ENABLE=0` turns multicast off).
+What NCCL reads from the environment is left as it is here (`NCCL_NVLS_ENABLE=0` turns NVLink multicast off); a start has chosen
+before (`runtime.parallel.environment.choose_transport`).
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,6 +27,7 @@ from runtime.parallel.guard import Guard, GuardTimes
 from runtime.parallel.nccl_ranks import NcclRanks, StreamOrder
 from runtime.parallel.ranks import GroupRanks, OneRank, Ranks, SilentRanks
 from runtime.parallel.run_store import agreed, run_stores
+from runtime.timeline import Laps
 
 _IDLE = timedelta(days=365)  # ranks wait for the next request this long; the guard knows idling from hanging
 
@@ -81,7 +81,7 @@ def connect(
         return Connection(environment, OneRank(), Control(OneRank()), None)
     limit = timedelta(seconds=times.limit_s)
     gpu = _take_gpu(environment) if device == "cuda" else None
-    clock = _Clock()
+    clock = Laps()
     try:
         store, guard_store = run_stores(environment, timedelta(seconds=times.join_s))
         clock.lap("store")
@@ -169,16 +169,6 @@ def call_off(early: Communicator | None = None) -> None:
     world = dist.group.WORLD
     if world is not None and dist.get_backend(world) == "nccl":
         world.abort()
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self.seconds[name], self._last = round(now - self._last, 4), now
 
 
 def _take_gpu(environment: RankEnvironment) -> torch.device:

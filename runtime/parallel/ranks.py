@@ -137,8 +137,7 @@ class OneRank:
 
 
 class SilentRanks:
-    """`Ranks` that send and receive nothing, so results are whatever memory held: for warming up, and for timing work
-    without its communication."""
+    """`Ranks` that send and receive nothing, so results are whatever memory held: for warming up."""
 
     received_bytes = 0
 

@@ -3,8 +3,9 @@
     python -m scripts.bench.connect_ranks [--rounds 3] [--try "2 channels:NCCL_MAX_NCHANNELS=2,NCCL_MAX_P2P_NCHANNELS=2"]
 
 Fresh processes per measurement, one for each GPU, which see their own only; no torch is imported and nothing else runs. Tries take
-turns, by default NCCL as it comes, with CUDA's older handles (what a worker chooses on one host), and with fewer channels. Written to `results/<name>.json`: medians of rank 0's parts in seconds, what NCCL says its own initialisation consists of,
-and how fast a gather of 32 MiB parts is afterwards.
+turns, by default NCCL as it comes, with CUDA's older handles (what a worker chooses on one host), and with fewer channels.
+Written to `results/<name>.json`: medians of rank 0's parts in seconds, what NCCL says its own initialisation consists of, and how
+fast a gather of 32 MiB parts is afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,6 @@ TRIES = (
     "older handles:NCCL_CUMEM_ENABLE=0",
     "8 channels:NCCL_MAX_NCHANNELS=8,NCCL_MAX_P2P_NCHANNELS=8",
 )
-GATHERED = (1 << 16, 1 << 20, 1 << 25)
-EXCHANGED = 1 << 24
 REPEATS = 20
 LIMIT_S = 60
 
@@ -105,55 +103,48 @@ def _nccl_says(text: str) -> dict[str, Any]:
 def _run_rank(rank: int) -> int:
     from loader.cuda_library import cuda_library
     from runtime.native_nccl import Communicator, Nccl
+    from runtime.parallel.early import first_uses
+    from runtime.timeline import Laps
     from runtime.torch_preload import find_torch
 
-    seconds: dict[str, float] = {}
-    last = time.monotonic()
-
-    def lap(name: str) -> None:
-        nonlocal last
-        now = time.monotonic()
-        seconds[name], last = round(now - last, 4), now
-
+    gathered, exchanged = first_uses(RANKS)
+    laps = Laps()
     path = Path(find_torch().site, "nvidia", "nccl", "lib", "libnccl.so.2")
     ctypes.CDLL(str(path))
     nccl = Nccl()
-    lap("library")
+    laps.lap("library")
     driver = cuda_library()
     driver.use_context(driver.retain_context(0))
-    lap("context")
+    laps.lap("context")
     if rank == 0:
         unique_id = nccl.new_id()
         print(unique_id.hex(), flush=True)
     else:
         unique_id = bytes.fromhex(sys.stdin.readline())
-    lap("id")
+    laps.lap("id")
     ends = Communicator(nccl, driver, RANKS, rank, unique_id)
-    lap("init")
-    part = max(*GATHERED, RANKS * EXCHANGED)
+    laps.lap("init")
+    part = max(*gathered, RANKS * exchanged)
     source, target = driver.alloc(part), driver.alloc(RANKS * part)
-    lap("memory")
-    for count in GATHERED:
+    laps.lap("memory")
+    for count in gathered:
         ends.all_gather(source, target, count)
         driver.stream_synchronize(ends.stream)
-        lap(f"gather of {count >> 10} KiB")
-    places = [(peer, source + peer * EXCHANGED, EXCHANGED) for peer in range(RANKS)]
-    ends.exchange(places, [(peer, target + peer * EXCHANGED, EXCHANGED) for peer in range(RANKS)])
+        laps.lap(f"gather of {count >> 10} KiB")
+    places = [(peer, source + peer * exchanged, exchanged) for peer in range(RANKS)]
+    ends.exchange(places, [(peer, target + peer * exchanged, exchanged) for peer in range(RANKS)])
     driver.stream_synchronize(ends.stream)
-    lap("exchange")
-    for name, run in (
-        ("gather", lambda: ends.all_gather(source, target, GATHERED[-1])),
-        ("small gather", lambda: ends.all_gather(source, target, GATHERED[0])),
-    ):
+    laps.lap("exchange")
+    repeats = Laps()
+    for count in (gathered[-1], gathered[0]):
         for _ in range(REPEATS):
-            run()
+            ends.all_gather(source, target, count)
         driver.stream_synchronize(ends.stream)
-        lap(f"{REPEATS} times {name}")
-    gather_s = seconds.pop(f"{REPEATS} times gather") / REPEATS
-    small_s = seconds.pop(f"{REPEATS} times small gather") / REPEATS
+        repeats.lap(str(count))
+    large_s, small_s = (seconds / REPEATS for seconds in repeats.seconds.values())
     report = {
-        "version": nccl.version(), "seconds": seconds, "total_s": round(sum(seconds.values()), 4),
-        "gather_gb_per_s": round(GATHERED[-1] * (RANKS - 1) / gather_s / 1e9, 1),
+        "version": nccl.version(), "seconds": laps.seconds, "total_s": round(sum(laps.seconds.values()), 4),
+        "gather_gb_per_s": round(gathered[-1] * (RANKS - 1) / large_s / 1e9, 1),
         "small_gather_us": round(small_s * 1e6, 1),
     }  # fmt: skip
     print(json.dumps(report), flush=True)
