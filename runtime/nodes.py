@@ -451,11 +451,16 @@ def _entry_groups(manifest: Manifest, order: Sequence[str]) -> list[GroupRecord]
 
 
 def choose_device(wanted: str) -> str:
-    """`cpu` or `cuda`. `auto` looks for the driver's device node, without loading the driver.
+    """`cpu` or `cuda`. `auto` looks for the driver's device node, without loading the driver, and whether it is hidden.
 
-    Raises: CapabilityError: CUDA was asked for by name and there is no device node.
+    Raises: CapabilityError: CUDA was asked for by name, and there is no device node or `CUDA_VISIBLE_DEVICES` names none.
     """
-    has_gpu = any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))  # noqa: PTH110 (cold path)
-    if wanted == "cuda" and not has_gpu:
+    has_node = any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))  # noqa: PTH110 (cold path)
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if wanted == "auto":
+        return "cuda" if has_node and not is_hidden else "cpu"
+    if wanted == "cuda" and not has_node:
         raise CapabilityError("no NVIDIA device here", where="device", hint="use --device cpu")
-    return wanted if wanted != "auto" else ("cuda" if has_gpu else "cpu")
+    if wanted == "cuda" and is_hidden:
+        raise CapabilityError("CUDA_VISIBLE_DEVICES hides all GPUs", where="device", hint="use --device cpu")
+    return wanted

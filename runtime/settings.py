@@ -23,7 +23,7 @@ class Settings:
     Args:
         bundle: prepared directory.
         manifest_sha256: pinned SHA-256 of its manifest.json; empty: not pinned.
-        device: `auto` takes CUDA when a driver and a device are there.
+        device: `auto` takes CUDA when a driver and a device are there, unless `CUDA_VISIBLE_DEVICES` hides it.
         task: order of use that a worker loads before it has seen a request.
         schedule: prepared step schedule used when a request names none; empty: the first prepared one.
         timeline: file for the start's timeline (JSON); a picture is written beside it. Empty: none.

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from loader.errors import CapabilityError
@@ -133,13 +133,13 @@ def start_preload(install: TorchInstall | None = None, first: Callable[[], None]
     return Preload([path for path in paths if os.path.exists(path)], first)
 
 
-def let_openmp_sleep() -> None:
+def let_openmp_sleep(environ: MutableMapping[str, str] | None = None) -> None:
     """Have OpenMP's threads of this process sleep between two parallel operators, unless the environment decides.
 
     By default each of them spins for about ten milliseconds, on CPUs that the reader's threads need: on 16 CPUs every warm-up
     of a start burnt ten times its own length. Read when libgomp is mapped. Values do not depend on it.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    (os.environ if environ is None else environ).setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def import_early_modules() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from loader.errors import RequestError
@@ -65,14 +65,15 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
     return RankEnvironment(rank, size, local_rank, local_size, environ["MASTER_ADDR"], port, run_id)
 
 
-def narrow_devices(environment: RankEnvironment) -> None:
+def narrow_devices(environment: RankEnvironment, environ: MutableMapping[str, str] | None = None) -> None:
     """Let this process see its own GPU only, before anything opens CUDA, so that all code means the same device 0.
 
     Raises: RequestError: fewer GPUs are visible than there are ranks on this host.
     """
     if environment.size == 1:
         return
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    environ = os.environ if environ is None else environ
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
     visible = listed.split(",") if listed else [str(number) for number in range(environment.local_size)]
     if environment.local_rank >= len(visible):
         raise RequestError(
@@ -81,14 +82,14 @@ def narrow_devices(environment: RankEnvironment) -> None:
             found=listed,
             expected=f"{environment.local_size} devices",
         )
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible[environment.local_rank]
+    environ["CUDA_VISIBLE_DEVICES"] = visible[environment.local_rank]
 
 
-def choose_transport(environment: RankEnvironment) -> None:
+def choose_transport(environment: RankEnvironment, environ: MutableMapping[str, str] | None = None) -> None:
     """On one host NCCL maps its peers' memory by CUDA's older handles, unless the environment decides. Before NCCL is used.
 
     With handles of virtual memory it spends 0.4 s connecting channel after channel, and gathers are no faster
     (`scripts.bench.connect_ranks`).
     """
     if environment.local_size == environment.size:
-        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+        (os.environ if environ is None else environ).setdefault("NCCL_CUMEM_ENABLE", "0")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from loader.errors import InternalError
 from runtime.bootstrap import without_collector
-from runtime.nodes import WorkerStart, run_start
+from runtime.nodes import WorkerStart, choose_device, run_start
 from runtime.parallel.environment import RankEnvironment, choose_transport, narrow_devices
 from runtime.parallel.family import FamilyOnRanks
 from runtime.parallel.prepared import prepared_ranks, rank_manifest
@@ -51,8 +51,9 @@ def start_on_ranks(
     The other ranks serve rank 0 until it ends and then leave the process.
     Raises: WorkerError, on all ranks: the first cause of whatever failed on any rank that was already connected.
     """
-    narrow_devices(environment)
-    choose_transport(environment)
+    if choose_device(settings.device) == "cuda":
+        narrow_devices(environment)
+        choose_transport(environment)
     start = RankStart(environment, settings, timeline, body, resolve_image, on_family, first)
     with without_collector():
         engine, prepared = run_start(start, timeline)

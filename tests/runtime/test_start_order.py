@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 
 from loader.errors import CapabilityError, RequestError
 from runtime.first_request import FirstRequest
-from runtime.nodes import WorkerStart
+from runtime.nodes import WorkerStart, choose_device
 from runtime.settings import Settings
 from runtime.startup import Graph, Node, Results
 from runtime.timeline import Timeline
@@ -140,3 +141,30 @@ def test_only_what_needs_it_is_behind_torch_and_no_warm_up_behind_its_check() ->
     on_main = [name for name, node in nodes.items() if node.thread == "main"]
     assert on_main.index("compute") < on_main.index("last call") < on_main.index("warm-up")
     assert nodes["last call"].needs == ("compute",)
+
+
+@pytest.mark.parametrize(
+    ("has_node", "visible", "expected"),
+    [
+        (True, None, "cuda"),
+        (True, "1", "cuda"),
+        (True, "", "cpu"),
+        (True, "-1", "cpu"),
+        (False, None, "cpu"),
+        (False, "0", "cpu"),
+    ],
+)
+def test_the_device_is_a_gpu_that_is_there_and_not_hidden(
+    has_node: bool, visible: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os.path, "exists", lambda path: has_node and path == "/dev/nvidiactl")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert choose_device("auto") == expected
+    assert choose_device("cpu") == "cpu"
+    if expected == "cuda":
+        assert choose_device("cuda") == "cuda"
+    else:
+        with pytest.raises(CapabilityError, match="hides all GPUs" if has_node else "no NVIDIA device"):
+            choose_device("cuda")

@@ -374,12 +374,7 @@ def test_frames_keep_file_and_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_openmp_sleeps_unless_the_environment_decides(
-    given: str | None, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    if given is not None:
-        monkeypatch.setenv("OMP_WAIT_POLICY", given)
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # what the function sets goes with the copy
-    let_openmp_sleep()
-    assert os.environ["OMP_WAIT_POLICY"] == found
+def test_openmp_sleeps_unless_the_environment_decides(given: str | None, found: str) -> None:
+    environ = {} if given is None else {"OMP_WAIT_POLICY": given}
+    let_openmp_sleep(environ)
+    assert environ == {"OMP_WAIT_POLICY": found}

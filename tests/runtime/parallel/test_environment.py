@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from loader.errors import RequestError
@@ -54,34 +52,29 @@ def test_contradictions_are_named(change: dict[str, str | None], message: str) -
 
 
 @pytest.mark.parametrize(("visible", "expected"), [(None, "1"), ("3,5", "5"), ("GPU-a,GPU-b,GPU-c", "GPU-b")])
-def test_a_rank_sees_its_own_gpu_only(
-    visible: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    narrow_devices(RankEnvironment(1, 2, 1, 2))
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+def test_a_rank_sees_its_own_gpu_only(visible: str | None, expected: str) -> None:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    narrow_devices(RankEnvironment(1, 2, 1, 2), environ)
+    assert environ == {"CUDA_VISIBLE_DEVICES": expected}
 
 
-def test_too_few_visible_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+def test_too_few_visible_gpus_are_refused() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "7"}
     with pytest.raises(RequestError, match=r"CUDA_VISIBLE_DEVICES.*not a GPU for every rank"):
-        narrow_devices(RankEnvironment(1, 2, 1, 2))
+        narrow_devices(RankEnvironment(1, 2, 1, 2), environ)
+    assert environ == {"CUDA_VISIBLE_DEVICES": "7"}
 
 
-def test_one_rank_sees_what_it_saw(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,8")
-    narrow_devices(RankEnvironment())
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7,8"
+def test_one_rank_sees_what_it_saw() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "7,8"}
+    narrow_devices(RankEnvironment(), environ)
+    assert environ == {"CUDA_VISIBLE_DEVICES": "7,8"}
 
 
 @pytest.mark.parametrize(("local_size", "before", "after"), [(2, None, "0"), (2, "1", "1"), (1, None, None)])
 def test_older_handles_on_one_host_unless_the_environment_decides(
-    local_size: int, before: str | None, after: str | None, monkeypatch: pytest.MonkeyPatch
+    local_size: int, before: str | None, after: str | None
 ) -> None:
-    monkeypatch.setenv("NCCL_CUMEM_ENABLE", before or "")  # so that it is as it was after the test
-    if before is None:
-        monkeypatch.delenv("NCCL_CUMEM_ENABLE")
-    choose_transport(RankEnvironment(0, 2, 0, local_size))
-    assert os.environ.get("NCCL_CUMEM_ENABLE") == after
+    environ = {} if before is None else {"NCCL_CUMEM_ENABLE": before}
+    choose_transport(RankEnvironment(0, 2, 0, local_size), environ)
+    assert environ.get("NCCL_CUMEM_ENABLE") == after

@@ -10,6 +10,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +42,7 @@ from tests.fakes.driver import FakeDriver
 from tests.fakes.products import Products
 
 ROOT = Path(__file__).parents[3]
+GRACE_S = 20.0
 REQUEST = {"prompt": "a lamp in the rain", "size": "64x64", "num_frames": 56, "seed": 3}
 
 
@@ -99,6 +102,17 @@ class TwoRanks:
             for rank in range(2)
         ]
         self.seen: list[dict[str, Any]] = []
+        threading.Thread(target=self._end_together, daemon=True).start()
+
+    def _end_together(self) -> None:
+        """A launcher ends the other ranks when one has ended; here they have a while, and a test does not hang."""
+        while all(process.poll() is None for process in self.processes):
+            time.sleep(0.1)
+        for process in self.processes:
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
     def send(self, **command: object) -> None:
         stdin = self._stream(self.processes[0].stdin)
@@ -111,7 +125,8 @@ class TwoRanks:
             self.seen.append(json.loads(line))
             if self.seen[-1]["event"] == event and self.seen[-1].get("job") == job:
                 return self.seen[-1]
-        raise AssertionError(f"no {event}: {self.seen[-5:]}, {self._stream(self.processes[0].stderr).read()}")
+        said = [(process.wait(), self._stream(process.stderr).read()) for process in self.processes]
+        raise AssertionError(f"no {event}: {self.seen[-5:]}, ranks ended with {said}")
 
     def end(self) -> list[tuple[int, str, str]]:
         """Exit code, remaining standard output and error of both ranks."""
@@ -226,7 +241,10 @@ def load_as(rank: int, bundle: Path, run: str, settings: Settings) -> tuple[list
 
 
 @pytest.mark.parametrize("host_reader", ["shared", "own"])
-def test_ranks_of_a_host_load_through_one_reader_or_one_each(bundle: Path, host_reader: str) -> None:
+def test_ranks_of_a_host_load_through_one_reader_or_one_each(
+    bundle: Path, host_reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # what both starts choose, in this process
     settings = Settings(bundle=str(bundle), device="cpu", host_reader=host_reader)
     run = uuid.uuid4().hex
     with ThreadPoolExecutor(2) as pool:
@@ -248,7 +266,8 @@ def test_a_request_that_follows_is_prepared_in_the_start_of_both_ranks(
     )
     timeline = tmp_path / "start.json"
     flags = ("--request-follows", "--timeline", str(timeline))
-    starting = TwoRanks(bundle, flags=flags, COLDFRAME_LOG_LEVEL="DEBUG")
+    one_gpu = {"CUDA_VISIBLE_DEVICES": "1"}  # no matter on CPUs
+    starting = TwoRanks(bundle, flags=flags, COLDFRAME_LOG_LEVEL="DEBUG", **one_gpu)
     try:
         starting.send(op="generate", job="first", request=request, output=str(tmp_path / "first.mp4"))
         accepted = starting.until("accepted", "first")["request"]
