@@ -177,3 +177,6 @@ def test_a_call_off_that_fails_or_hangs_does_not_keep_the_process(hangs: bool) -
     guard.close()
     assert not may_end.is_set()
     may_end.set()
+    assert guard._calling_off is not None
+    guard._calling_off.join(10)  # nothing of it is left to the next test
+    assert not guard._calling_off.is_alive()
