@@ -178,7 +178,7 @@ def encode_manifest(value: Mapping[str, object]) -> bytes:
         raise ArtifactError(f"cannot be written as a manifest ({error})", where=MANIFEST_NAME) from error
 
 
-def read_manifest(directory: Path, pinned_sha256: str | None = None) -> Manifest:
+def read_manifest(directory: Path | str, pinned_sha256: str | None = None) -> Manifest:
     """Read, check and freeze `directory/manifest.json`.
 
     Args:
@@ -186,6 +186,7 @@ def read_manifest(directory: Path, pinned_sha256: str | None = None) -> Manifest
         pinned_sha256: digest of the manifest that the deployment pins (64 hex digits); None = not pinned.
     Raises: ArtifactError: unreadable, other digest, unknown major version, or any inconsistency.
     """
+    directory = Path(directory)
     path = directory / MANIFEST_NAME
     try:
         with path.open("rb") as file:

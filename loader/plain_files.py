@@ -34,7 +34,7 @@ class _Placed:
 
 
 def plan_files(
-    directory: Path,
+    directory: Path | str,
     files: Sequence[str] | None = None,
     *,
     select: Callable[[str], bool] | None = None,
@@ -49,6 +49,7 @@ def plan_files(
         group_of: tensor name → group name; None = one group per file. Groups are read in order of first appearance.
     Raises: ArtifactError: bad headers, an index that disagrees with its shards, a tensor in two files.
     """
+    directory = Path(directory)
     names, index = _resolve(directory, files)
     headers = [read_header(directory / name, name) for name in names]
     _check_names(names, headers, index)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +103,7 @@ def settings_from_environment(environ: Mapping[str, str] | None = None, **overri
         name = variable.removeprefix(PREFIX).lower()
         if name in fields:
             values[name] = environ[variable]
-        elif name not in OTHER_VARIABLES:
+        elif not variable.startswith(OTHER_PROGRAMS + OTHER_VARIABLES):
             problems.append(f"{variable} is unknown; known: {', '.join(PREFIX + f.upper() for f in fields)}")
     values.update({name: value for name, value in overrides.items() if value is not None})
     for name in list(values):
@@ -116,8 +116,10 @@ def settings_from_environment(environ: Mapping[str, str] | None = None, **overri
     return Settings(**values)
 
 
-OTHER_VARIABLES: Sequence[str] = ("api_keys", "serve_options", "storage_fault")
-"""Variables with the prefix that belong to other programs of this project (service keys, fault-injection tests)."""
+OTHER_PROGRAMS = ("COLDFRAME_SERVE_", "COLDFRAME_API_KEYS", "COLDFRAME_MODAL_", "COLDFRAME_FAL_")
+"""How variables of the service and of the platforms' applications begin. They start workers without these: some are secrets."""
+OTHER_VARIABLES = ("COLDFRAME_VENV", "COLDFRAME_ALLOW_STORAGE_FAULT")
+"""Variables of the project's scripts and of fault injection."""
 
 
 def _parse(name: str, default: Any, value: Any) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 HEADLINE = (
+    "first_request",
     "first_read",
     "context_ready",
     "torch_ready",
@@ -24,7 +25,7 @@ HEADLINE = (
     "first_frame_out",
     "mp4_complete",
 )
-"""Marks that every start reports, in the order in which they usually happen."""
+"""Marks that a start reports, in the order in which they usually happen; `first_request` where a worker took one."""
 
 
 @dataclass(frozen=True)

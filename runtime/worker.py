@@ -16,6 +16,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -44,13 +45,19 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     from runtime.settings import settings_from_environment
 
-    settings = settings_from_environment(
-        bundle=args.bundle, manifest_sha256=args.manifest_sha256, device=args.device, timeline=args.timeline
-    )
+    worker = Worker(sys.stdin, _take_stdout(), FirstRequest(args.request_follows))
+    try:
+        settings = settings_from_environment(
+            bundle=args.bundle,
+            manifest_sha256=args.manifest_sha256,
+            device=args.device,
+            timeline=args.timeline,
+        )
+    except RequestError as error:
+        return worker.refuse(error)
     logging.basicConfig(
         level=settings.log_level, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
     )
-    worker = Worker(sys.stdin, _take_stdout(), FirstRequest(args.request_follows))
     signal.signal(signal.SIGTERM, lambda *_: worker.stop())
     return worker.run(settings)
 
@@ -103,6 +110,7 @@ class Worker:
         self._family_known = threading.Event()
         self._family: Family | None = None
         self._abandoned = threading.Event()
+        self._first_taken_ns: int | None = None
 
     def run(self, settings: Any) -> int:
         self.send("hello", protocol=PROTOCOL, pid=os.getpid())
@@ -123,6 +131,12 @@ class Worker:
             self._fail(InternalError(f"{type(error).__name__}: {error}"))
             return InternalError.exit_code
         return 0
+
+    def refuse(self, error: WorkerError) -> int:
+        """It cannot even start: say why, as `run` does."""
+        self.send("hello", protocol=PROTOCOL, pid=os.getpid())
+        self._fail(error)
+        return error.exit_code
 
     def stop(self) -> None:
         """Cancel everything and end, from any thread or a signal handler."""
@@ -178,6 +192,7 @@ class Worker:
             raise ValueError(f"op {operation!r}; allowed: generate, cancel, shutdown")
 
     def _take(self, job: _Job, body: Mapping[str, object]) -> None:
+        self._first_taken_ns = self._first_taken_ns or time.monotonic_ns()
         self._jobs[job.name] = job
         try:
             job.prepared = self._prepare(body)
@@ -208,6 +223,8 @@ class Worker:
             job = self._queue.get()
             if job is None:
                 return
+            if is_first:
+                engine.timeline.mark("first_request", self._first_taken_ns)
             self._run(engine, job, engine.timeline if is_first else Timeline())
             if is_first:
                 engine.write_timeline()  # again: now with the first request

@@ -21,9 +21,9 @@ from typing import Any
 
 from loader.errors import InternalError
 from runtime.first_request import FOLLOWS_FLAG
+from runtime.settings import OTHER_PROGRAMS
 
 COMMAND = (sys.executable, "-m", "runtime.worker")
-HIDDEN = ("COLDFRAME_SERVE_", "COLDFRAME_API_KEYS", "COLDFRAME_MODAL_", "COLDFRAME_FAL_")
 TURN_S = 0.2
 CANCEL_GRACE_S = 60.0
 
@@ -73,7 +73,7 @@ class WorkerChild:
         A platform's start hook does not see the call that it is for, if there is one, and its worker waits for none: the
         call comes while the worker starts.
         """
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(OTHER_PROGRAMS)}
         self.state = {**self.state, "phase": "starting"}
         self._events = queue.SimpleQueue()
         self._process = subprocess.Popen(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loader.errors import RequestError
+from runtime.settings import OTHER_PROGRAMS
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -159,8 +160,7 @@ def _key_hashes(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """What the worker process may see: everything but the service's settings, keys and headers for traces."""
-    hidden = (PREFIX, "COLDFRAME_API_KEYS", "COLDFRAME_MODAL_", "COLDFRAME_FAL_", "OTEL_")
-    return {name: value for name, value in environ.items() if not name.startswith(hidden)}
+    return {name: value for name, value in environ.items() if not name.startswith((*OTHER_PROGRAMS, "OTEL_"))}
 
 
 def _parse(variable: str, kind: str, text: str) -> object:

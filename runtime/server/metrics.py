@@ -26,9 +26,9 @@ TYPES: Mapping[str, tuple[str, str]] = {
     "h3_request_duration_seconds": ("histogram", "HTTP handling time by route, streams and waits excluded"),
     "h3_cold_start_seconds": (
         "gauge",
-        "Marks of the last start of the worker, seconds from its first instruction",
+        "Marks of the last start of the worker, seconds from its first instruction; of a request only if the start had one",
     ),
-    "h3_first_dit_forward_seconds": ("gauge", "First entry of the DiT in the last start"),
+    "h3_first_dit_forward_seconds": ("gauge", "First entry of the DiT in the last start that had a request"),
     "h3_worker_starts_total": ("counter", "Workers started"),
     "h3_worker_exits_total": ("counter", "Workers ended, by exit code"),
     "h3_checksum_failures_total": ("counter", "Workers that refused a damaged prepared directory"),
@@ -83,6 +83,10 @@ class Metrics:
 
     def set(self, name: str, value: float, **labels: str) -> None:
         self._values[name][tuple(sorted(labels.items()))] = value
+
+    def replace(self, name: str, label: str, values: Mapping[str, float]) -> None:
+        """All samples of a gauge at once, by the value of its only label; earlier ones are gone."""
+        self._values[name] = {((label, text),): value for text, value in values.items()}
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         self._histograms[name].setdefault(tuple(sorted(labels.items())), _Histogram()).observe(

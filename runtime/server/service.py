@@ -119,11 +119,10 @@ class Service:
         metrics.set("h3_worker_starts_total", worker.starts)
         metrics.set("h3_weights_loaded_bytes", worker.loaded_bytes)
         metrics.set("h3_weights_total_bytes", worker.total_bytes)
-        headline = self.starts.last_headline
-        for phase, seconds in headline.items():
-            metrics.set("h3_cold_start_seconds", seconds, phase=phase)
-        if "first_dit_entry" in headline:
-            metrics.set("h3_first_dit_forward_seconds", headline["first_dit_entry"])
+        cold = self.starts.cold_seconds()
+        metrics.replace("h3_cold_start_seconds", "phase", cold)
+        if "first_dit_entry" in cold:
+            metrics.set("h3_first_dit_forward_seconds", cold["first_dit_entry"])
         metrics.set("h3_build_info", 1, version=VERSION, bundle=self.bundle.identity)
 
     def _count_weights(self, start: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -86,9 +87,11 @@ class Starts:
         matching = (start for start in self._starts if start_id in (None, start["id"]))
         return next(matching, None)
 
-    @property
-    def last_headline(self) -> dict[str, float]:
-        return dict(self._starts[0]["headline"]) if self._starts else {}
+    def cold_seconds(self) -> dict[str, float]:
+        """Marks of the newest start, without those of a request that came to a worker that had been ready: it was idle before."""
+        headline = dict(self._starts[0]["headline"]) if self._starts else {}
+        came, ready = headline.get("first_request", 0.0), headline.get("all_weights_resident", math.inf)
+        return {name: seconds for name, seconds in headline.items() if came <= ready or seconds < came}
 
 
 def weights_read(start: Mapping[str, Any]) -> dict[str, tuple[int, float]]:

@@ -33,7 +33,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("kind", choices=KINDS, metavar="kind", help=", ".join(KINDS))
     parser.add_argument("files", nargs="+")
-    parser.add_argument("--out", help=".csv or .parquet (timelines: .json)")
+    parser.add_argument("--out", help=".csv or .parquet (timelines: as --startups-out)")
     parser.add_argument("--startups-out", help="measured startup times, for --startup empirical:FILE")
     parser.add_argument(
         "--compare", metavar="SYSTEM", help="model the same requests, e.g. modal:scaledown_window=60"
@@ -70,8 +70,8 @@ def _import(arguments: argparse.Namespace) -> int:
             data,
             lambda: print_pairs({name: f"{len(values)} starts" for name, values in groups.items()}),
         )
-        if arguments.out:
-            write_text(Path(arguments.out), json.dumps(data) + "\n")
+        for name in {arguments.out, arguments.startups_out} - {None}:
+            write_text(Path(name), json.dumps(data) + "\n")
         return 0
     if len(paths) != 1:
         raise RequestError(

@@ -117,8 +117,9 @@ def test_bad_trees_are_refused(case_id: str) -> None:
     assert any(word.lower() in str(caught.value).lower() for word in words)
 
 
-def test_good_tree_is_loaded() -> None:
-    directory = INPUTS / CASES["T01"]["file"]
+@pytest.mark.parametrize("kind", [Path, str])
+def test_good_tree_is_loaded(kind: type) -> None:
+    directory = kind(INPUTS / CASES["T01"]["file"])
     with start(plan_files(directory), directory) as stream:
         assert len(stream.state_dict()) == 5
 

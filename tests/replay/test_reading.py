@@ -13,6 +13,7 @@ import pytest
 
 from loader.errors import RequestError
 from scripts.replay import reading
+from scripts.replay.cli import main
 from scripts.replay.cli_files import write_trace
 from scripts.replay.importers import fleet_check, import_trace, startups_from_timelines
 from scripts.replay.laws import parse_law
@@ -262,6 +263,10 @@ def test_timelines_of_this_project(tmp_path: Path) -> None:
     timeline.note(device="H200", region="eu")
     write_json(timeline, tmp_path / "a.json")
     assert startups_from_timelines([tmp_path / "a.json"]) == {"H200 eu": [7.21]}
+    for option in ("--out", "--startups-out"):
+        target = tmp_path / f"{option}.json"
+        assert main(["import", "timelines", str(tmp_path / "a.json"), option, str(target)]) == 0
+        assert json.loads(target.read_text())["startup_s"] == [7.21]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,20 @@ def test_bad_values_are_refused_by_name(environ: dict[str, str], said: str) -> N
         settings_from_environment(environ)
 
 
+def test_variables_of_the_projects_other_programs_are_theirs() -> None:
+    """The service, platforms, scripts and tests; a shell that has them set can use every command."""
+    names = (
+        "SERVE_PORT",
+        "API_KEYS",
+        "API_KEYS_SHA256",
+        "MODAL_GPU",
+        "FAL_BUNDLE",
+        "VENV",
+        "ALLOW_STORAGE_FAULT",
+    )
+    assert settings_from_environment({f"COLDFRAME_{name}": "x" for name in names}) == Settings()
+
+
 def test_all_problems_are_reported_together() -> None:
     with pytest.raises(RequestError) as caught:
         settings_from_environment({"COLDFRAME_DEVICE": "tpu", "COLDFRAME_VERIFY": "no"})

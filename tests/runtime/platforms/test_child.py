@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from loader.errors import InternalError
-from runtime.platforms.child import HIDDEN, JobFailed, WorkerChild
+from runtime.platforms.child import JobFailed, WorkerChild
 from runtime.platforms.gpu import GpuRuntime, Publisher, request_of
 from runtime.server.config import worker_environment
+from runtime.settings import OTHER_PROGRAMS
 from tests.fakes.service import ROOT, is_running, until
 
 COMMAND = (sys.executable, str(ROOT / "tests/fakes/worker.py"))
@@ -131,7 +132,7 @@ def test_close_leaves_no_process_and_no_thread(tmp_path: Path, fake_worker: Path
 
 
 def test_the_worker_sees_no_secrets() -> None:
-    environ = {f"{prefix}X": "secret" for prefix in HIDDEN} | {"COLDFRAME_DEVICE": "cpu"}
+    environ = {f"{prefix}X": "secret" for prefix in OTHER_PROGRAMS} | {"COLDFRAME_DEVICE": "cpu"}
     assert worker_environment(environ) == {"COLDFRAME_DEVICE": "cpu"}
 
 

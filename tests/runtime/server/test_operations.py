@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from runtime.server.metrics import TYPES, Metrics
 from runtime.server.mp4 import check_container
+from runtime.server.starts import Starts
+from runtime.server.supervisor import WorkerStatus
 from tests.fakes.service import ROOT, ServiceProcess, until
 
 SAMPLE = re.compile(r"([a-zA-Z_][a-zA-Z0-9_]*)(\{(?:[a-z_]+=\"(?:[^\"\\\n]|\\[\\\"n])*\",?)*\})? (\S+)")
@@ -242,3 +244,30 @@ def test_the_service_imports_nothing_heavy() -> None:
         "cuda",
     }
     assert heavy & {name.split(".")[0] for name in json.loads(done.stdout)} == set()
+
+
+@pytest.mark.parametrize(
+    ("came", "kept"),
+    [
+        (
+            None,
+            {"torch_ready", "first_dit_entry", "all_weights_resident"},
+        ),  # a start that was told it on its command line
+        (0.1, {"torch_ready", "first_dit_entry", "all_weights_resident", "first_request"}),
+        (3.5, {"torch_ready", "first_dit_entry", "all_weights_resident", "first_request"}),
+        (25.0, {"torch_ready", "all_weights_resident"}),  # before it the worker was idle
+    ],
+)
+def test_waiting_for_a_first_request_is_no_cold_start(
+    came: float | None, kept: set[str], tmp_path: Path
+) -> None:
+    starts = Starts(tmp_path)
+    starts.add({"headline": {"torch_ready": 2.9, "all_weights_resident": 3.6}}, WorkerStatus())
+    request = {} if came is None else {"first_request": came}
+    starts.complete({**request, "first_dit_entry": 0.3 + (came or 3.0)})
+    assert set(starts.cold_seconds()) == kept
+    metrics = Metrics()
+    metrics.replace("h3_cold_start_seconds", "phase", {"first_dit_entry": 1.0})
+    metrics.replace("h3_cold_start_seconds", "phase", starts.cold_seconds())
+    phases = set(re.findall(r'h3_cold_start_seconds\{phase="(\w+)"\}', metrics.render()))
+    assert phases == kept

@@ -169,6 +169,19 @@ def test_torch_stays_in_the_worker(real: RealService) -> None:
     assert "/torch/" not in Path(f"/proc/{real.process.pid}/maps").read_text()
 
 
+def test_a_wrong_setting_of_the_worker_is_said_and_not_tried_again(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "tiny").symlink_to(directory / "tiny")
+    service = RealService(tmp_path, {"COLDFRAME_VERIFI": "full"})
+    try:
+        until(lambda: service.client.get("/health").status_code == 503, "the failure shows")
+        refused = service.client.post("/v1/videos", json={"prompt": "a"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "worker_misconfigured")
+        assert sum(entry["event"] == "worker started" for entry in service.entries()) == 1
+        assert "COLDFRAME_VERIFI is unknown" in service.log()
+    finally:
+        service.close()
+
+
 class RealServiceOnRanks(RealService):
     """Two processes work on every request; on GPUs each has its own."""
 
