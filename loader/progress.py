@@ -101,12 +101,13 @@ class LoadProgress:
         with self._changed:
             return self._is_ready[group] and self._failure is None
 
-    def wait(self, group: int) -> None:
-        """Block until `group` is ready. Raises: the first failure."""
+    def wait(self, group: int, timeout_s: float | None = None) -> bool:
+        """Block until `group` is ready; False: it is not after `timeout_s`. Raises: the first failure."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_ready[group] or self._failure is not None)
+            self._changed.wait_for(lambda: self._is_ready[group] or self._failure is not None, timeout_s)
             if self._failure is not None:
                 raise self._failure
+            return self._is_ready[group]
 
     def wait_all(self) -> None:
         with self._changed:

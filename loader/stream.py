@@ -72,6 +72,10 @@ class WeightStream:
         for index in range(len(self.plan.groups)):
             self._transport.order_after(index, None)
 
+    def arrives(self, group: str, timeout_s: float) -> bool:
+        """Whether `group` is ready within `timeout_s`; orders no CUDA stream. Raises: the failure that stopped the load."""
+        return self._progress.wait(self.plan.group_index(group), timeout_s)
+
     def is_ready(self, group: str) -> bool:
         """Whether `wait(group)` would return without blocking the host."""
         return self._progress.is_ready(self.plan.group_index(group))

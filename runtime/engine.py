@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from runtime.timeline import Timeline
 
 if TYPE_CHECKING:
     from loader.manifest import Manifest
+    from loader.progress import LoadMark
     from runtime.compute import Compute
     from runtime.family import Family, ImageResolver, Job, Prepared
     from runtime.media.fragments import Receiver
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 # Loader mark → headline mark. "all weights" ends when the last group is in place.
 _LOADER_MARKS = {
     "first byte": "first_read",
-    "context": "context_ready",
+    "cuda context": "context_ready",
     "all weights": "all_weights_resident",
 }
 
@@ -48,7 +50,9 @@ class Engine:
         self.compute = compute
         self.device = compute.device
         self.encoders = Encoders(settings, self.device)
-        self._is_load_recorded = False
+        self._recording = threading.Lock()
+        self._num_recorded = 0  # marks of the load that are on the timeline
+        self._is_load_whole = False
 
     def prepare(self, body: Mapping[str, object], resolve_image: ImageResolver | None = None) -> Prepared:
         """Validate a request and prepare what needs no torch. Raises: RequestError."""
@@ -81,17 +85,23 @@ class Engine:
         Raises: pipeline.Cancelled, WorkerError.
         """
         optional: dict[str, Any] = {"on_phase": on_phase, "on_step": on_step, "on_frames": on_frames}
+        cancelled = cancelled or threading.Event()
         hooks = Hooks(
             timeline=timeline or self.timeline,
-            cancelled=cancelled or threading.Event(),
+            cancelled=cancelled,
             synchronize=self.synchronize,
             on_first_step=lambda: self.encoders.start(prepared.media),
             **{name: call for name, call in optional.items() if call is not None},
         )
         job = self.start_job(prepared)
         encoder = {**self.encoders.options, "receiver": receiver}
-        figures = generate(job, output, hooks, encoder, self.encoders.pool)
+        with self.cancellable_waits(cancelled):
+            figures = generate(job, output, hooks, encoder, self.encoders.pool)
         return {**prepared.report, **figures}
+
+    def cancellable_waits(self, cancelled: threading.Event) -> AbstractContextManager[None]:
+        """Within it waits for weights end when the event is set."""
+        return self.weights.cancelled_by(cancelled)
 
     def synchronize(self) -> None:
         """Wait until the device has done everything that was asked of it."""
@@ -118,7 +128,8 @@ class Engine:
 
     def write_timeline(self) -> str | None:
         """Write the start's timeline where the settings want it, with the loader's spans; its path, or None."""
-        self._record_load()
+        with self._recording:
+            self._record_load()
         if not self.settings.timeline:
             return None
         from runtime.timeline_views import write_json, write_svg
@@ -134,22 +145,26 @@ class Engine:
         return str(path)
 
     def _record_load(self) -> None:
-        """Put the first stream's marks on the timeline, once."""
-        if self._is_load_recorded:
-            return
-        self._is_load_recorded = True
-        components: dict[str, tuple[int, int, int]] = {}
-        for mark in self.weights.streams[0].marks():
-            is_group = mark.name.startswith("group ")
-            thread = "groups" if is_group else mark.thread
+        """Put on the timeline what the first stream has noted since it was last asked; components once all are there."""
+        marks = self.weights.streams[0].marks()
+        for mark in marks[self._num_recorded :]:
+            thread = "groups" if mark.name.startswith("group ") else mark.thread
             self.timeline.add_span(mark.name, mark.start_ns, mark.end_ns, thread=thread, bytes=mark.bytes)
-            if is_group:
+            if mark.name in _LOADER_MARKS:
+                self.timeline.mark(_LOADER_MARKS[mark.name], mark.end_ns)
+        self._num_recorded = len(marks)
+        if not self._is_load_whole and any(mark.name == "all weights" for mark in marks):
+            self._is_load_whole = True
+            self._record_components(marks)
+
+    def _record_components(self, marks: Sequence[LoadMark]) -> None:
+        components: dict[str, tuple[int, int, int]] = {}
+        for mark in marks:
+            if mark.name.startswith("group "):
                 component = mark.name.removeprefix("group ").partition("/")[0]
                 start, end, size = components.get(component, (mark.start_ns, mark.end_ns, 0))
                 span = min(start, mark.start_ns), max(end, mark.end_ns), size + mark.bytes
                 components[component] = span
-            elif mark.name in _LOADER_MARKS:
-                self.timeline.mark(_LOADER_MARKS[mark.name], mark.end_ns)
         for component, (start, end, size) in components.items():
             gbps = size / max(end - start, 1)
             self.timeline.add_span(

@@ -123,10 +123,13 @@ def _read_picture(field: str, path: Path) -> bytes:
 
 
 def _require_writable(output: Path) -> None:
-    """Find out before any work whether the file can be written where it is wanted."""
+    """Find out before any work whether the file can be written where it is wanted. Of several ranks the first writes it."""
     from loader.errors import RequestError
+    from runtime.parallel.environment import rank_environment
 
-    probe = output.with_name(f".{output.name}.probe")
+    if rank_environment().rank:
+        return
+    probe = output.with_name(f".{output.name}.{os.getpid()}.probe")
     try:
         probe.touch()
         probe.unlink()

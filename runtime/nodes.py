@@ -456,7 +456,10 @@ def choose_device(wanted: str) -> str:
     Raises: CapabilityError: CUDA was asked for by name, and there is no device node or `CUDA_VISIBLE_DEVICES` names none.
     """
     has_node = any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))  # noqa: PTH110 (cold path)
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
+    is_hidden = not (
+        first.isdecimal() or first.startswith(("GPU-", "MIG-"))
+    )  # the driver stops at the first of another kind
     if wanted == "auto":
         return "cuda" if has_node and not is_hidden else "cpu"
     if wanted == "cuda" and not has_node:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +89,37 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "loader_path": ("", "U", "A", "B", "C", "D", "E"),
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
 }
+LISTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "torch_trims": (
+        ("all", "none"),
+        ("gc", "preload", "bytecode", "frames", "realpath", "meta", "quantization", "extras"),
+    ),
+    "warm_up": (("all", "none"), ("memory", "products", "step")),
+    "native_warm_up": (("auto", "all", "none"), ("libraries", "kernels", "operators", "attention", "step")),
+}
+"""Settings that are one word of the first kind, or some of the second, comma separated."""
+_RANGES: dict[str, tuple[float, float]] = {
+    "ring_gib": (0.0625, 4096),
+    "reader_threads": (1, 256),
+    "storage_gbps": (1e-6, 10_000),
+    "rank_limit_s": (1, 86_400),
+    "encoder_processes": (1, 256),
+    "encoder_crf": (0, 51),
+    "cpu_threads": (1, 1024),
+}
+_CHOSEN = (
+    "ring_gib",
+    "reader_threads",
+    "storage_gbps",
+    "encoder_processes",
+    "cpu_threads",
+)  # where they are 0
+_PRESETS = {
+    "libx264": (
+        "ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow", "placebo",
+    ),
+    "h264_nvenc": ("default", "slow", "medium", "fast", "hp", "hq", "p1", "p2", "p3", "p4", "p5", "p6", "p7"),
+}  # fmt: skip
 
 
 def settings_from_environment(environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
@@ -111,6 +143,10 @@ def settings_from_environment(environ: Mapping[str, str] | None = None, **overri
             values[name] = _parse(name, fields[name].default, values[name])
         except ValueError as error:
             problems.append(str(error))
+    try:
+        _check_preset(values)
+    except ValueError as error:
+        problems.append(str(error))
     if problems:
         raise RequestError("; ".join(problems), where="settings")
     return Settings(**values)
@@ -131,8 +167,37 @@ def _parse(name: str, default: Any, value: Any) -> Any:
             raise ValueError(
                 f"{name}={value!r} is not {'a number' if wanted is float else 'an integer'}"
             ) from None
-    if wanted is not str and value < 0:
-        raise ValueError(f"{name}={value!r} is negative; allowed: 0 or more")
+    if name in _RANGES:
+        _check_range(name, value)
     if name in _CHOICES and value not in _CHOICES[name]:
         raise ValueError(f"{name}={value!r}; allowed: {', '.join(repr(choice) for choice in _CHOICES[name])}")
+    if name in LISTS:
+        _check_list(name, value)
+    if name == "manifest_sha256" and value and not re.fullmatch("[0-9a-fA-F]{64}", value):
+        raise ValueError(f"{name}={value!r} is no SHA-256; allowed: 64 hex digits")
     return value
+
+
+def _check_range(name: str, value: float) -> None:
+    low, high = _RANGES[name]
+    if low <= value <= high or (name in _CHOSEN and value == 0):
+        return
+    chosen = "0 (chosen from the machine), or " if name in _CHOSEN else ""
+    raise ValueError(f"{name}={value!r}; allowed: {chosen}{low:g} to {high:g}")
+
+
+def _check_list(name: str, value: str) -> None:
+    words, items = LISTS[name]
+    unknown = [item.strip() for item in value.split(",") if item.strip() not in items]
+    if value not in words and unknown:
+        raise ValueError(
+            f"{name}={value!r}: {', '.join(map(repr, unknown))} is unknown; allowed: {', '.join(words)}, "
+            f"or some of {', '.join(items)}"
+        )
+
+
+def _check_preset(values: Mapping[str, Any]) -> None:
+    codec = values.get("encoder_codec", Settings.encoder_codec)
+    preset = values.get("encoder_preset", Settings.encoder_preset)
+    if codec in _PRESETS and "encoder_preset" in values and preset not in _PRESETS[codec]:
+        raise ValueError(f"encoder_preset={preset!r} of {codec}; allowed: {', '.join(_PRESETS[codec])}")

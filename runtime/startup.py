@@ -77,17 +77,22 @@ class Graph:
         _check_order(self._nodes)
 
     def run(self) -> Results:
-        """Run every node; returns all results. Raises the first failure of any node, unchanged."""
-        names = [node.thread for node in self._nodes if node.thread != MAIN]
-        threads = [
-            threading.Thread(target=self._run_thread, args=(name,), name=name)
-            for name in dict.fromkeys(names)
-        ]
-        for thread in threads:
-            thread.start()
-        self._run_thread(MAIN)
-        for thread in threads:
-            thread.join()
+        """Run every node; returns all results. Raises the first failure of any node, unchanged.
+
+        An interrupt of the caller, and a thread that is not to be had, are failures like a node's.
+        """
+        names = dict.fromkeys(node.thread for node in self._nodes if node.thread != MAIN)
+        started: list[threading.Thread] = []
+        try:
+            for name in names:
+                thread = threading.Thread(target=self._run_thread, args=(name,), name=name)
+                thread.start()
+                started.append(thread)
+            self._run_thread(MAIN)
+            _join(started)
+        except BaseException as error:  # noqa: BLE001 (a border: the cause is kept and raised below)
+            self._fail(error)
+            _join(started)
         if self._cause is not None:
             raise self._cause
         return self._results
@@ -129,6 +134,11 @@ class Graph:
             self._changed.notify_all()
         for cancel in cancels:
             cancel()
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join()
 
 
 def _check_order(nodes: Sequence[Node]) -> None:

@@ -128,7 +128,7 @@ def choose_trims(text: str) -> tuple[str, ...]:
     names = (
         DEFAULT_TRIMS
         if text == "all"
-        else tuple(name for name in text.split(",") if name not in ("", "none"))
+        else tuple(name for name in map(str.strip, text.split(",")) if name not in ("", "none"))
     )
     unknown = sorted(set(names) - set(TRIMS))
     if unknown:

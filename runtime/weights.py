@@ -7,16 +7,21 @@ the start chose, and further streams when a later request needs groups that are 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from loader.errors import InternalError
+from runtime.pipeline import Cancelled
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from loader.row_gather import RowRequest
     from loader.stream import WeightStream
+
+
+_LOOK_S = 0.05  # how often a wait for weights looks whether it was cancelled
 
 
 class WeightSource(Protocol):
@@ -52,6 +57,7 @@ class WeightSet:
         self._by_group: dict[str, WeightStream] = {}
         self._fetched: dict[str, RowRequest] = {}
         self._lock = threading.Lock()
+        self._cancelled: threading.Event | None = None
 
     def ensure(self, groups: Iterable[str]) -> None:
         """Start loading those of `groups` that no stream holds yet, in the given order."""
@@ -63,8 +69,22 @@ class WeightSet:
             self._streams.append(stream)
             self._by_group.update(dict.fromkeys(missing, stream))
 
+    @contextmanager
+    def cancelled_by(self, cancelled: threading.Event) -> Iterator[None]:
+        """Within it waits for weights end with `Cancelled` once the event is set: on slow storage they take minutes."""
+        self._cancelled = cancelled
+        try:
+            yield
+        finally:
+            self._cancelled = None
+
     def tensors(self, group: str) -> Mapping[str, Tensor]:
-        return self._stream_of(group).tensors(group)
+        """See `WeightSource`. Raises: pipeline.Cancelled, within `cancelled_by`."""
+        stream, cancelled = self._stream_of(group), self._cancelled
+        while cancelled is not None and not stream.arrives(group, _LOOK_S):
+            if cancelled.is_set():
+                raise Cancelled
+        return stream.tensors(group)
 
     def fetch_rows(self, tensor: str, rows: Sequence[int]) -> None:
         """Start gathering rows that `rows` will be asked for; the last request per tensor is kept."""

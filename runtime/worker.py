@@ -98,9 +98,12 @@ class _Job:
 
 
 class Worker:
-    """The process. `run` returns its exit code when stdin ends, on `shutdown`, or after a fatal error."""
+    """The process. `run` returns its exit code when stdin ends, on `shutdown`, or after a fatal error.
 
-    def __init__(self, commands: IO[str], events: IO[str], first: FirstRequest) -> None:
+    Args: commands: None: standard input is closed, which ends the worker like its end.
+    """
+
+    def __init__(self, commands: IO[str] | None, events: IO[str], first: FirstRequest) -> None:
         self._commands = commands
         self._events = events
         self._first = first
@@ -111,6 +114,7 @@ class Worker:
         self._family: Family | None = None
         self._abandoned = threading.Event()
         self._first_taken_ns: int | None = None
+        self._load_failure: WorkerError | None = None
 
     def run(self, settings: Any) -> int:
         self.send("hello", protocol=PROTOCOL, pid=os.getpid())
@@ -123,6 +127,8 @@ class Worker:
                 )
                 reporter.start()
                 self._serve(engine)
+            if self._load_failure is not None:
+                return self._load_failure.exit_code  # it has been sent
         except WorkerError as error:
             self._fail(error)
             return error.exit_code
@@ -165,16 +171,20 @@ class Worker:
     # --- commands, on their own thread ---
 
     def _read_commands(self) -> None:
-        for line in self._commands:
-            if not line.strip():
-                continue
-            try:
-                self._obey(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
-                problem = RequestError(f"unreadable command: {error}", where="protocol")
-                self.send("error", job=None, error=problem.as_dict())
-        self._first.close()
-        self.stop()
+        try:
+            for line in self._commands or ():
+                if line.strip():
+                    self._obey_line(line)
+        finally:  # also if what reads fails: nobody could end this process otherwise
+            self._first.close()
+            self.stop()
+
+    def _obey_line(self, line: str) -> None:
+        try:
+            self._obey(json.loads(line))
+        except (ValueError, KeyError, TypeError) as error:
+            problem = RequestError(f"unreadable command: {error}", where="protocol")
+            self.send("error", job=None, error=problem.as_dict())
 
     def _obey(self, command: Mapping[str, Any]) -> None:
         operation = command["op"]
@@ -274,16 +284,22 @@ class Worker:
     # --- loading, on its own thread ---
 
     def _report_loading(self, engine: Engine) -> None:
+        from loader.progress import StreamClosed
+
         try:
             engine.wait_resident(
                 lambda done, total: self.send("loading", bytes=done, total_bytes=total),
                 every_s=_LOADING_REPORT_S,
             )
+        except StreamClosed:
+            return  # the worker ends, for a reason of its own
         except WorkerError as error:
+            self._load_failure = error
             self._fail(error)
             self.stop()
             return
-        self.send("ready", timeline={"headline": engine.timeline.headline(), "path": engine.write_timeline()})
+        path = engine.write_timeline()  # puts the load's marks into the headline
+        self.send("ready", timeline={"headline": engine.timeline.headline(), "path": path})
 
 
 if __name__ == "__main__":

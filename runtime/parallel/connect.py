@@ -18,7 +18,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from loader.errors import CapabilityError, InternalError
+from loader.errors import CapabilityError, WorkerError
 from runtime.native_nccl import Communicator
 from runtime.parallel.control import Control
 from runtime.parallel.early import first_uses
@@ -63,7 +63,7 @@ def connect(
     environment: RankEnvironment,
     device: str,
     times: GuardTimes | None = None,
-    end_process: Callable[[InternalError], None] | None = None,
+    end_process: Callable[[WorkerError], None] | None = None,
     early: Communicator | None = None,
 ) -> Connection:
     """Join all ranks of the run.
@@ -107,11 +107,10 @@ def connect(
             end_process or _exit,
         )
         guard.announce()
-        control = dist.new_group(backend="gloo", timeout=_IDLE)
-        clock.lap("control")
-        dist.barrier(group=control)
-        clock.lap("barrier")
-        guard.start()
+        beats = [f"beat/{rank}" for rank in range(environment.size)]
+        guard_store.wait(beats, timedelta(seconds=times.join_s))
+        guard.start()  # from here on a rank that dies or hangs is noticed, also where a group waits for ever
+        clock.lap("guard")
     except RuntimeError as error:
         raise CapabilityError(
             f"ranks did not come together ({str(error).partition(chr(10))[0]})",
@@ -119,6 +118,7 @@ def connect(
             found=f"{environment.address}:{environment.port}",
             expected=f"all ranks within {times.join_s:g} s, groups within {times.limit_s:g} s",
         ) from error
+    control = _control_group(guard, clock)
     ranks = GroupRanks(None, guard) if early is None else NcclRanks(early, StreamOrder(early.stream), guard)
     if uses_torch:
         _use_at_start(ranks, gpu, guard)
@@ -127,16 +127,30 @@ def connect(
     return Connection(environment, ranks, control_ranks, guard, early, clock.seconds)
 
 
+def _control_group(guard: Guard, clock: Laps) -> dist.ProcessGroup:
+    """Raises: WorkerError: a failure, which is everybody's."""
+    try:
+        control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_IDLE)
+        clock.lap("control")
+        dist.barrier(group=control)
+        clock.lap("barrier")
+    except RuntimeError as error:
+        failure = guard.explain(f"coming together: {error}")
+        guard.close()
+        raise failure from error
+    return control
+
+
 def _use_at_start(ranks: Ranks, gpu: torch.device | None, guard: Guard) -> None:
     """On a stream of its own: nothing that another thread warms up meanwhile waits for the other ranks.
 
-    Raises: InternalError: a failure, which is everybody's.
+    Raises: WorkerError: a failure, which is everybody's.
     """
     try:
         with torch.cuda.stream(torch.cuda.Stream(gpu)):  # type: ignore[no-untyped-call]
             use_once(ranks, gpu)
         guard.check()
-    except (RuntimeError, InternalError) as error:
+    except (RuntimeError, WorkerError) as error:
         failure = guard.report(f"first use of the transport: {error}")
         guard.close()
         call_off()
@@ -185,7 +199,7 @@ def _take_gpu(environment: RankEnvironment) -> torch.device:
     return torch.device("cuda", ordinal)
 
 
-def _exit(error: InternalError) -> None:
+def _exit(error: WorkerError) -> None:
     """The main thread is stuck where Python cannot reach it."""
     sys.stderr.write(f"error: {error}\n")
     sys.stderr.flush()

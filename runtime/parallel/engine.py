@@ -5,17 +5,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from loader.errors import InternalError, WorkerError
+from loader.progress import StreamClosed
 from runtime.engine import Engine
 from runtime.family import Job, Prepared
 from runtime.parallel.connect import Connection
 from runtime.parallel.family import RankJob, RankPrepared
 from runtime.pipeline import Cancelled, Hooks, denoise
 from runtime.timeline import Timeline
+
+_LOAD_LOOK_S = 0.1
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +56,33 @@ class RankEngine(Engine):
             finally:
                 self._job = None
 
+    def cancellable_waits(self, cancelled: threading.Event) -> AbstractContextManager[None]:
+        """Of several ranks none may leave a section that the others are in."""
+        return nullcontext()
+
+    def wait_resident(self, on_progress: Callable[[int, int], None], every_s: float) -> None:
+        """On every rank: what fails on one ends all. Returns when all ranks have what the start asked for."""
+        guard = self.connection.guard
+        try:
+            super().wait_resident(on_progress, every_s)
+        except StreamClosed:
+            raise
+        except WorkerError as error:
+            raise self._everybodys(error) from error
+        if guard is None:
+            return
+        guard.loaded()
+        while not guard.is_loaded_everywhere:
+            guard.check()
+            time.sleep(every_s)
+
     def follow(self, waiting: Prepared | None = None) -> None:
         """On the other ranks: requests until rank 0 ends. Raises: WorkerError: a rank failed.
 
         Args: waiting: the first request, if it was prepared in the start.
         """
         self._waiting = waiting
+        threading.Thread(target=self._watch_load, name="watch load", daemon=True).start()
         while True:
             command = self.connection.control.exchange()
             if command["op"] == "end":
@@ -102,6 +127,11 @@ class RankEngine(Engine):
             finally:
                 self._job = None
 
+    def _watch_load(self) -> None:
+        """A load that fails is everybody's failure also while no request waits for it."""
+        with suppress(WorkerError):  # the guard ends this rank
+            self.wait_resident(lambda done, total: None, _LOAD_LOOK_S)
+
     def _take_part(self, command: dict[str, Any]) -> None:
         job = self.start_job(self._prepared(command["body"]))
         if command["op"] == "measure":
@@ -136,7 +166,10 @@ class RankEngine(Engine):
 
     def _everybodys(self, error: BaseException) -> BaseException:
         guard = self.connection.guard
-        return error if guard is None else guard.report(str(error) or type(error).__name__)
+        if guard is None:
+            return error
+        kind = error.kind if isinstance(error, WorkerError) else InternalError.kind
+        return guard.report(str(error) or type(error).__name__, kind)
 
     def _guarded(self) -> Any:
         return nullcontext() if self.connection.guard is None else self.connection.guard.job()

@@ -16,9 +16,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from loader.errors import InternalError
+from loader.errors import ArtifactError, InternalError, WorkerError
 
 _FAILURE = "failure"
+_KINDS: dict[str, type[WorkerError]] = {kind.kind: kind for kind in (InternalError, ArtifactError)}
+"""Of everybody's failure: a damaged directory is one for all ranks and for the next start too."""
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +65,9 @@ class Guard:
         size: int,
         times: GuardTimes,
         call_off: Callable[[], None],
-        end_process: Callable[[InternalError], None],
+        end_process: Callable[[WorkerError], None],
     ) -> None:
-        self.failure: InternalError | None = None
+        self.failure: WorkerError | None = None
         self._store, self._rank, self._size, self._times = store, rank, size, times
         self._call_off, self._end_process = call_off, end_process
         self._lock = threading.Lock()
@@ -74,6 +76,7 @@ class Guard:
         self._progress_s = time.monotonic()
         self._is_busy = False
         self._doing = "starting"
+        self._is_loaded = False
         self._closing = threading.Event()
         self._calling_off: threading.Thread | None = None
         self._beats = [(b"", time.monotonic())] * size
@@ -121,17 +124,30 @@ class Guard:
         except RuntimeError as error:  # torch's errors of its collectives
             raise self.explain(f"{name}: {error}") from error
 
+    def loaded(self) -> None:
+        """This rank's first load is in place; the other ranks learn it with the next beat."""
+        with self._lock:
+            self._is_loaded = True
+
+    @property
+    def is_loaded_everywhere(self) -> bool:
+        """Whether every rank has said so, as far as its last beat was read."""
+        return all(beat and json.loads(beat)[3] for beat, _ in self._beats)
+
     def check(self) -> None:
-        """Raises: InternalError: a failure is known. Collectives that were called off have left garbage, so whoever has
+        """Raises: WorkerError: a failure is known. Collectives that were called off have left garbage, so whoever has
         waited for the device asks before using its results."""
         if self.failure is not None:
             raise self.failure
 
-    def report(self, cause: str) -> InternalError:
-        """Write this rank's failure down for all ranks, unless another one came first; the error to raise."""
-        return self._fail(self._rank, cause)
+    def report(self, cause: str, kind: str = InternalError.kind) -> WorkerError:
+        """Write this rank's failure down for all ranks, unless another one came first; the error to raise.
 
-    def explain(self, symptom: str) -> InternalError:
+        Args: kind: of the error: an `ArtifactError` stays one on all ranks, everything else is internal.
+        """
+        return self._fail(self._rank, cause, kind)
+
+    def explain(self, symptom: str) -> WorkerError:
         """The cause of a collective's failure, once the beats have shown which rank is missing."""
         deadline = time.monotonic() + 10 * self._times.beat_s
         while self.failure is None and time.monotonic() < deadline:
@@ -162,7 +178,7 @@ class Guard:
 
     def _write_beat(self, beat: int) -> None:
         with self._lock:
-            text = json.dumps([beat, self._progress, self._doing])
+            text = json.dumps([beat, self._progress, self._doing, self._is_loaded])
         with self._store_lock:
             self._store.set(f"beat/{self._rank}", text)
 
@@ -176,8 +192,7 @@ class Guard:
             for beat, (before, since) in zip(beats, self._beats, strict=True)
         ]
         if failure:
-            rank, cause = json.loads(failure)
-            self._set_failure(rank, cause)
+            self._set_failure(*json.loads(failure))
         elif silent := self._silent_ranks(self._times.limit_s):
             self._fail(silent[0], f"did not answer for {self._times.limit_s:g} s")
 
@@ -205,7 +220,7 @@ class Guard:
         progress = [json.loads(beat)[1] if beat else 0 for beat, _ in self._beats]
         return progress.index(min(progress))
 
-    def _end(self, error: InternalError) -> None:
+    def _end(self, error: WorkerError) -> None:
         # On a thread, because a transport may take minutes to call off, or fail to; what ends the process does not wait for it.
         self._calling_off = threading.Thread(
             target=self._call_off_quietly, name="coldframe-call-off", daemon=True
@@ -222,18 +237,19 @@ class Guard:
 
     # --- on either thread ---
 
-    def _fail(self, rank: int, cause: str) -> InternalError:
+    def _fail(self, rank: int, cause: str, kind: str = InternalError.kind) -> WorkerError:
         with (
             suppress(Exception),
             self._store_lock,
         ):  # the store may be gone too; then this rank's view is all there is
-            rank, cause = json.loads(self._store.compare_set(_FAILURE, "", json.dumps([rank, cause])))
-        return self._set_failure(rank, cause)
+            first = self._store.compare_set(_FAILURE, "", json.dumps([rank, cause, kind]))
+            rank, cause, kind = json.loads(first)
+        return self._set_failure(rank, cause, kind)
 
-    def _set_failure(self, rank: int, cause: str) -> InternalError:
+    def _set_failure(self, rank: int, cause: str, kind: str = InternalError.kind) -> WorkerError:
         with self._lock:
             if self.failure is None:
-                self.failure = InternalError(
+                self.failure = _KINDS.get(kind, InternalError)(
                     f"rank {rank} of {self._size} failed: {cause}",
                     where="ranks",
                     hint="all ranks end; start the run again",

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from loader.manifest import read_manifest
 from tests.fakes.worker_client import REQUEST, Client
 
 
@@ -73,3 +79,77 @@ def test_a_directory_that_cannot_start_ends_the_process_with_its_code(tmp_path: 
     assert error["error"]["kind"] == "bad_artifact"
     assert "manifest.json" in error["error"]["message"]
     assert client.close() == 3
+
+
+SLOW = {"COLDFRAME_STORAGE_GBPS": "0.002"}  # some seconds for the tiny checkpoint
+
+
+@pytest.mark.parametrize("how", ["cancel", "SIGTERM"])
+def test_a_wait_for_weights_can_be_cancelled(how: str, bundle: Path, tmp_path: Path) -> None:
+    """And what was begun with half of the conditioner changes nothing for the next request."""
+    client = Client(bundle, **SLOW)
+    try:
+        client.send(op="generate", job="early", request=REQUEST, output=str(tmp_path / "early.mp4"))
+        client.until("phase", job="early")
+        if how == "SIGTERM":
+            client.process.send_signal(signal.SIGTERM)
+        else:
+            client.send(op="cancel", job="early")
+        events = client.until("cancelled", job="early")
+        assert "ready" not in [event["event"] for event in events], "it waited for the load"
+        if how == "SIGTERM":
+            assert client.process.wait(timeout=30) == 0
+            return
+        for job in ("next", "again"):
+            client.send(op="generate", job=job, request=REQUEST, output=str(tmp_path / f"{job}.mp4"))
+        client.until("done", job="next")
+        client.until("done", job="again")
+        assert (tmp_path / "next.mp4").read_bytes() == (tmp_path / "again.mp4").read_bytes()
+    finally:
+        client.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again.mp4", "next.mp4"]
+
+
+def test_the_timeline_of_a_load_is_whole_whatever_became_of_the_first_request(
+    bundle: Path, tmp_path: Path
+) -> None:
+    timeline = tmp_path / "start.json"
+    client = Client(bundle, "--timeline", str(timeline), **SLOW)
+    try:
+        client.send(op="generate", job="early", request=REQUEST, output=str(tmp_path / "early.mp4"))
+        client.until("phase", job="early")
+        client.send(op="cancel", job="early")
+        ready = client.until("ready")[-1]["timeline"]
+    finally:
+        client.close()
+    written = json.loads(timeline.read_text())
+    assert ready["headline"] == written["headline"]
+    assert set(written["headline"]) == {"first_request", "first_read", "torch_ready", "all_weights_resident"}
+    names = [event["name"] for event in written["traceEvents"] if event["ph"] == "X"]
+    groups = [name for name in names if name.startswith("group ")]
+    assert len(groups) == len(set(groups)) == len(read_manifest(bundle).orders["t2va/base-3"])
+    assert names.count("load transformer") == names.count("load text_encoder") == 1
+
+
+def test_damage_found_during_the_load_ends_the_worker_with_its_code(bundle: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(bundle, damaged)
+    file = max(damaged.rglob("transformer*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-4:] = bytes(255 - byte for byte in data[-4:])
+    file.write_bytes(data)
+    client = Client(damaged)
+    try:
+        error = client.until("error")[-1]["error"]
+        assert error["kind"] == "bad_artifact"
+        assert client.process.wait(timeout=30) == 3
+    finally:
+        client.close()
+
+
+def test_without_standard_input_it_ends(bundle: Path) -> None:
+    line = [sys.executable, "-m", "runtime.worker", "--bundle", str(bundle), "--device", "cpu"]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", *line], capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,15 @@ REQUEST = {"prompt": "rain", "size": "64x64", "num_frames": 22, "seed": 3, "sche
 class Client:
     """Speaks the protocol to one worker process."""
 
-    def __init__(self, bundle: Path, *flags: str) -> None:
+    def __init__(self, bundle: Path, *flags: str, **environment: str) -> None:
         line = [sys.executable, "-m", "runtime.worker", "--bundle", str(bundle), "--device", "cpu", *flags]
         self.process = subprocess.Popen(
-            line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            line,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env={**os.environ, **environment},
         )
 
     def close(self) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from loader.errors import RequestError
-from runtime.settings import Settings, settings_from_environment
+from runtime.native_warm_up import ITEMS
+from runtime.settings import LISTS, Settings, settings_from_environment
+from runtime.torch_import import TRIMS, choose_trims
 
 
 def test_defaults_need_no_environment() -> None:
@@ -27,7 +29,26 @@ def test_variables_and_flags_are_parsed_and_flags_win() -> None:
         pytest.param(
             {"COLDFRAME_READER_THREADS": "many"}, "reader_threads='many' is not an integer", id="text"
         ),
-        pytest.param({"COLDFRAME_STORAGE_GBPS": "-1"}, "negative", id="negative"),
+        pytest.param({"COLDFRAME_STORAGE_GBPS": "-1"}, "allowed: 0 .*, or 1e-06 to 10000", id="negative"),
+        pytest.param({"COLDFRAME_STORAGE_GBPS": "inf"}, "storage_gbps=inf", id="infinite"),
+        pytest.param({"COLDFRAME_RING_GIB": "nan"}, "ring_gib=nan; allowed", id="no number"),
+        pytest.param({"COLDFRAME_RING_GIB": "1e-10"}, "0.0625 to 4096", id="ring that rounds to nothing"),
+        pytest.param({"COLDFRAME_READER_THREADS": "5000000000"}, "1 to 256", id="threads"),
+        pytest.param({"COLDFRAME_CPU_THREADS": "9999999999"}, "1 to 1024", id="torch's threads"),
+        pytest.param({"COLDFRAME_RANK_LIMIT_S": "0"}, "allowed: 1 to 86400", id="limit"),
+        pytest.param({"COLDFRAME_ENCODER_CRF": "99"}, "allowed: 0 to 51", id="quality"),
+        pytest.param(
+            {"COLDFRAME_TORCH_TRIMS": "gc, bogus"}, "'bogus' is unknown; allowed: all, none", id="trims"
+        ),
+        pytest.param({"COLDFRAME_WARM_UP": "memory,all"}, "'all' is unknown", id="word among items"),
+        pytest.param({"COLDFRAME_NATIVE_WARM_UP": ""}, "'' is unknown; allowed: auto", id="empty list"),
+        pytest.param({"COLDFRAME_MANIFEST_SHA256": "zz"}, "64 hex digits", id="digest"),
+        pytest.param({"COLDFRAME_ENCODER_PRESET": "p3"}, "of libx264; allowed: ultrafast", id="preset"),
+        pytest.param(
+            {"COLDFRAME_ENCODER_CODEC": "h264_nvenc", "COLDFRAME_ENCODER_PRESET": "ultrafast"},
+            "of h264_nvenc; allowed: default",
+            id="preset of another codec",
+        ),
     ],
 )
 def test_bad_values_are_refused_by_name(environ: dict[str, str], said: str) -> None:
@@ -54,3 +75,24 @@ def test_all_problems_are_reported_together() -> None:
         settings_from_environment({"COLDFRAME_DEVICE": "tpu", "COLDFRAME_VERIFY": "no"})
     assert "device" in str(caught.value)
     assert "verify" in str(caught.value)
+
+
+def test_what_is_allowed_is_taken() -> None:
+    settings = settings_from_environment(
+        {
+            "COLDFRAME_RING_GIB": "0",
+            "COLDFRAME_TORCH_TRIMS": "gc, frames",
+            "COLDFRAME_NATIVE_WARM_UP": "none",
+            "COLDFRAME_MANIFEST_SHA256": "0aF9" * 16,
+            "COLDFRAME_ENCODER_CODEC": "h264_nvenc",
+            "COLDFRAME_ENCODER_PRESET": "p1",
+            "COLDFRAME_ENCODER_CRF": "0",
+        }
+    )
+    assert (settings.ring_gib, settings.encoder_crf, settings.encoder_preset) == (0, 0, "p1")
+    assert choose_trims(settings.torch_trims) == ("gc", "frames")
+
+
+def test_lists_are_those_of_the_code_that_reads_them() -> None:
+    assert LISTS["torch_trims"][1] == TRIMS
+    assert LISTS["native_warm_up"][1] == ITEMS

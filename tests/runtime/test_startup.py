@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 
 import pytest
@@ -63,6 +65,42 @@ def test_running_nodes_are_cancelled_and_waited_for() -> None:
             Node("fails", fail),
         )
     assert stopped in ([True], [])  # not started at all is as good as stopped
+
+
+def test_an_interrupt_in_a_wait_is_a_failure_like_any_other() -> None:
+    """Ctrl-C while the caller waits for another thread's node; a node that waits for ever is told."""
+    told, runs = threading.Event(), threading.Event()
+    found: list[bool] = []
+
+    def waits(results: Results) -> None:
+        runs.set()
+        found.append(told.wait(60) and results.is_cancelled)
+
+    def interrupt() -> None:
+        assert runs.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        run(Node("waits", waits, thread="x", cancel=told.set), Node("late", lambda r: None, needs=("waits",)))
+    assert found == [True]
+
+
+def test_a_thread_that_cannot_be_had_is_a_failure_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, real = threading.Event(), threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "second":
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="new thread"):
+        run(
+            Node("first", lambda r: told.wait(1), thread="first", cancel=told.set),
+            Node("second", lambda r: None, thread="second"),
+        )
+    assert not [thread for thread in threading.enumerate() if thread.name == "first"]
 
 
 def test_a_second_failure_does_not_replace_the_first() -> None:

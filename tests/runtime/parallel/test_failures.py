@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from loader.errors import InternalError
 from tests.runtime.parallel.team import Team
 
 KINDS = ("exception", "kill", "hang")
@@ -72,3 +73,16 @@ def test_nothing_of_the_runs_is_left(teams: dict[str, Team]) -> None:
         connections = Path("/proc/net/tcp").read_text().split("\n")[1:-1]
         listening = [line for line in connections if line.split()[3] == "0A"]
         assert not [line for line in listening if line.split()[1].endswith(f":{port:04X}")]
+
+
+def test_a_rank_that_dies_while_they_come_together_is_noticed(tmp_path: Path) -> None:
+    """Between its process group and the one for control, where gloo would wait for a year."""
+    dies = [{}, {"TEST_DIES": "before the control group"}]
+    team = Team(2, tmp_path, dies, limit_s=2.0, beat_s=0.1, grace_s=0.2)
+    try:
+        survivor, killed = team.answers()
+        assert killed["ended"] == -signal.SIGKILL
+        assert survivor["ended"] == InternalError.exit_code
+        assert "rank 1 of 2 failed" in survivor["stderr"]
+    finally:
+        team.close()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
-from loader.errors import InternalError
+from loader.errors import ArtifactError, InternalError, WorkerError
 from runtime.parallel.guard import Guard, GuardTimes
 
 PATIENT = GuardTimes(limit_s=60.0, beat_s=0.1, grace_s=60.0)
@@ -180,3 +181,28 @@ def test_a_call_off_that_fails_or_hangs_does_not_keep_the_process(hangs: bool) -
     assert guard._calling_off is not None
     guard._calling_off.join(10)  # nothing of it is left to the next test
     assert not guard._calling_off.is_alive()
+
+
+def test_a_load_is_known_everywhere_when_every_rank_has_said_so() -> None:
+    run = Run(2, (0, 1), GuardTimes(limit_s=60, beat_s=0.01, grace_s=5))
+    first, second = run.guards
+    first.loaded()
+    time.sleep(0.1)
+    assert not first.is_loaded_everywhere
+    second.loaded()
+    deadline = time.monotonic() + 10
+    while not (first.is_loaded_everywhere and second.is_loaded_everywhere):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    run.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("bad_artifact", ArtifactError), ("bad_request", InternalError)]
+)
+def test_a_damaged_directory_is_one_for_all_ranks(kind: str, expected: type[WorkerError]) -> None:
+    run = Run(2, (0,))
+    assert type(run.guards[1].report("weights.safetensors: damaged", kind)) is expected
+    assert run.called_off[0].wait(10)
+    assert type(run.guards[0].failure) is expected
+    run.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -321,3 +322,20 @@ def test_a_killed_rank_ends_the_worker_with_an_error(ranks: TwoRanks, tmp_path: 
     assert code == 1, errors
     assert killed == -9
     assert not (tmp_path / "lost.mp4").exists()
+
+
+def test_weights_that_one_rank_lacks_end_both_before_anybody_asks(bundle: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(bundle, damaged)
+    (shard,) = (damaged / "weights").glob("transformer.rank-1-of-2-*.safetensors")
+    shard.unlink()
+    ranks = TwoRanks(damaged)
+    try:
+        error = ranks.until("error")["error"]
+        assert error["kind"] == "bad_artifact"
+        assert "rank 1 of 2 failed" in error["message"]
+        assert shard.name in error["message"]
+        assert "ready" not in [event["event"] for event in ranks.seen]
+        assert [code for code, _, _ in ranks.end()] == [3, 3]
+    finally:
+        ranks.close()

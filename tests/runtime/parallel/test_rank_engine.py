@@ -46,7 +46,7 @@ def test_a_measurement_that_fails_is_everybodys_failure(monkeypatch: pytest.Monk
     """Else the others would wait inside a section for a rank that has left."""
     reported: list[str] = []
 
-    def report(cause: str) -> InternalError:
+    def report(cause: str, kind: str) -> InternalError:
         reported.append(cause)
         return InternalError(f"rank 0 of 2 failed: {cause}")
 
