@@ -16,6 +16,7 @@ from runtime.timeline import Timeline
 if TYPE_CHECKING:
     from loader.manifest import Manifest
     from loader.progress import LoadMark
+    from loader.verify import Rehash
     from runtime.compute import Compute
     from runtime.family import Family, ImageResolver, Job, Prepared
     from runtime.media.fragments import Receiver
@@ -53,6 +54,7 @@ class Engine:
         self._recording = threading.Lock()
         self._num_recorded = 0  # marks of the load that are on the timeline
         self._is_load_whole = False
+        self._rehash: Rehash | None = None
 
     def prepare(self, body: Mapping[str, object], resolve_image: ImageResolver | None = None) -> Prepared:
         """Validate a request and prepare what needs no torch. Raises: RequestError."""
@@ -126,6 +128,21 @@ class Engine:
             time.sleep(every_s)
         on_progress(total, total)
 
+    def rehash(self, threads: int) -> None:
+        """Hash every byte of the prepared directory, other ranks' shards too, and wait for it; `close` ends it.
+
+        Args: threads: of a process with the lowest priority.
+        Raises: ArtifactError: damage, names file and tensors. CapabilityError: it cannot be done here. StreamClosed.
+        """
+        from loader.load_plan import plan_load
+        from loader.manifest import read_manifest
+        from loader.verify import start_rehash
+
+        directory = Path(self.settings.bundle)
+        whole = read_manifest(directory, self.manifest.sha256)
+        self._rehash = start_rehash(plan_load(whole, list(whole.groups)), directory, threads=threads)
+        self._rehash.wait()
+
     def write_timeline(self) -> str | None:
         """Write the start's timeline where the settings want it, with the loader's spans; its path, or None."""
         with self._recording:
@@ -172,6 +189,8 @@ class Engine:
             )
 
     def close(self) -> None:
+        if self._rehash is not None:
+            self._rehash.close()
         self.encoders.close()
         self.weights.close()
 

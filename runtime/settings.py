@@ -29,6 +29,8 @@ class Settings:
         schedule: prepared step schedule used when a request names none; empty: the first prepared one.
         timeline: file for the start's timeline (JSON); a picture is written beside it. Empty: none.
         verify: how loaded bytes are checked (`edges`, `full`, `auto`).
+        rehash_threads: hash every byte of the directory after the first request, with so many threads of the lowest priority;
+            0: not. Damage ends the worker.
         ring_gib: size of the pinned ring; 0: chosen from the machine.
         reader_threads: 0: chosen from the machine.
         storage_gbps: throttle for experiments, in 10^9 bytes per second; 0: none.
@@ -59,6 +61,7 @@ class Settings:
     schedule: str = ""
     timeline: str = ""
     verify: str = "edges"
+    rehash_threads: int = 0
     ring_gib: float = 0.0
     reader_threads: int = 0
     storage_gbps: float = 0.0
@@ -99,6 +102,7 @@ LISTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Settings that are one word of the first kind, or some of the second, comma separated."""
 _RANGES: dict[str, tuple[float, float]] = {
+    "rehash_threads": (1, 64),
     "ring_gib": (0.0625, 4096),
     "reader_threads": (1, 256),
     "storage_gbps": (1e-6, 10_000),
@@ -107,13 +111,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "encoder_crf": (0, 51),
     "cpu_threads": (1, 1024),
 }
-_CHOSEN = (
-    "ring_gib",
-    "reader_threads",
-    "storage_gbps",
-    "encoder_processes",
-    "cpu_threads",
-)  # where they are 0
+_MAY_BE_ZERO = (
+    "rehash_threads", "ring_gib", "reader_threads", "storage_gbps", "encoder_processes", "cpu_threads",
+)  # fmt: skip
 _PRESETS = {
     "libx264": (
         "ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow", "placebo",
@@ -180,10 +180,10 @@ def _parse(name: str, default: Any, value: Any) -> Any:
 
 def _check_range(name: str, value: float) -> None:
     low, high = _RANGES[name]
-    if low <= value <= high or (name in _CHOSEN and value == 0):
+    if low <= value <= high or (name in _MAY_BE_ZERO and value == 0):
         return
-    chosen = "0 (chosen from the machine), or " if name in _CHOSEN else ""
-    raise ValueError(f"{name}={value!r}; allowed: {chosen}{low:g} to {high:g}")
+    zero = "0, or " if name in _MAY_BE_ZERO else ""
+    raise ValueError(f"{name}={value!r}; allowed: {zero}{low:g} to {high:g}")
 
 
 def _check_list(name: str, value: str) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from loader.errors import InternalError, RequestError, WorkerError
+from loader.errors import CapabilityError, InternalError, RequestError, WorkerError
 from runtime import bootstrap  # t = 0
 from runtime.first_request import FOLLOWS_FLAG, FirstRequest
 from runtime.pipeline import Cancelled
@@ -114,7 +114,7 @@ class Worker:
         self._family: Family | None = None
         self._abandoned = threading.Event()
         self._first_taken_ns: int | None = None
-        self._load_failure: WorkerError | None = None
+        self._fatal: WorkerError | None = None  # weights that cannot be had, or are damaged
 
     def run(self, settings: Any) -> int:
         self.send("hello", protocol=PROTOCOL, pid=os.getpid())
@@ -127,8 +127,8 @@ class Worker:
                 )
                 reporter.start()
                 self._serve(engine)
-            if self._load_failure is not None:
-                return self._load_failure.exit_code  # it has been sent
+            if self._fatal is not None:
+                return self._fatal.exit_code  # it has been sent
         except WorkerError as error:
             self._fail(error)
             return error.exit_code
@@ -238,6 +238,7 @@ class Worker:
             self._run(engine, job, engine.timeline if is_first else Timeline())
             if is_first:
                 engine.write_timeline()  # again: now with the first request
+                self._rehash_beside(engine)
             is_first = False
 
     def _run(self, engine: Engine, job: _Job, timeline: Timeline) -> None:
@@ -258,7 +259,10 @@ class Worker:
                     receiver=receiver,
                 )
         except Cancelled:
-            self._end(job, "cancelled")
+            if self._fatal is not None:
+                self._end(job, "error", error=self._fatal.as_dict())
+            else:
+                self._end(job, "cancelled")
         except WorkerError as error:
             self._end(job, "error", error=error.as_dict())
         else:
@@ -281,7 +285,13 @@ class Worker:
         self._family_known.set()
         self.send("error", job=None, error=error.as_dict())
 
-    # --- loading, on its own thread ---
+    def _give_up_for(self, error: WorkerError) -> None:
+        """The weights are no good: say so, give up the running job, take no other."""
+        self._fatal = error
+        self._fail(error)
+        self.stop()
+
+    # --- loading and hashing, on threads of their own ---
 
     def _report_loading(self, engine: Engine) -> None:
         from loader.progress import StreamClosed
@@ -294,12 +304,30 @@ class Worker:
         except StreamClosed:
             return  # the worker ends, for a reason of its own
         except WorkerError as error:
-            self._load_failure = error
-            self._fail(error)
-            self.stop()
+            self._give_up_for(error)
             return
         path = engine.write_timeline()  # puts the load's marks into the headline
         self.send("ready", timeline={"headline": engine.timeline.headline(), "path": path})
+
+    def _rehash_beside(self, engine: Engine) -> None:
+        """After the first request, where the settings ask for it. What was computed with damaged weights may be wrong."""
+        threads = engine.settings.rehash_threads
+        if threads:
+            threading.Thread(target=self._rehash, args=(engine, threads), name="rehash", daemon=True).start()
+
+    def _rehash(self, engine: Engine, threads: int) -> None:
+        from loader.progress import StreamClosed
+
+        try:
+            engine.rehash(threads)
+        except StreamClosed:
+            return  # the worker ends, for a reason of its own
+        except CapabilityError as error:
+            log.warning("the prepared directory is not hashed: %s", error)
+        except WorkerError as error:
+            self._give_up_for(error)
+        else:
+            log.info("every byte of the prepared directory is as its manifest says")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from loader.manifest import read_manifest
+from loader.load_plan import plan_load
+from loader.manifest import Manifest, read_manifest
 from tests.fakes.worker_client import REQUEST, Client
 
 
@@ -145,6 +146,50 @@ def test_damage_found_during_the_load_ends_the_worker_with_its_code(bundle: Path
         assert client.process.wait(timeout=30) == 3
     finally:
         client.close()
+
+
+def test_a_flipped_bit_is_found_after_the_first_request(bundle: Path, tmp_path: Path) -> None:
+    """Where the settings ask for it. The start's edges did not see it; the running request is given up."""
+    damaged = tmp_path / "damaged"
+    shutil.copytree(bundle, damaged)
+    largest = max(damaged.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    flip_inside_a_tensor(read_manifest(damaged), largest, damaged)
+    client = Client(damaged, COLDFRAME_REHASH_THREADS="1")
+    try:
+        long = {**REQUEST, "size": "128x128", "num_frames": 362}
+        client.send(op="generate", job="first", request=REQUEST, output=str(tmp_path / "first.mp4"))
+        client.send(op="generate", job="long", request=long, output=str(tmp_path / "long.mp4"))
+        client.until("done", job="first")
+        error = client.until("error")[-1]
+        assert (error["job"], error["error"]["kind"]) == (None, "bad_artifact")
+        assert largest.name in error["error"]["message"]
+        given_up = client.until("error")[-1]
+        assert (given_up["job"], given_up["error"]) == ("long", error["error"])
+        assert client.process.wait(timeout=30) == 3
+        assert not (tmp_path / "long.mp4").exists()
+    finally:
+        client.close()
+
+
+def flip_inside_a_tensor(manifest: Manifest, file: Path, directory: Path) -> None:
+    """A byte that is neither in the first nor in the last KiB of the largest tensor of `file`."""
+    name = file.relative_to(directory).as_posix()
+    plan = plan_load(manifest, list(manifest.groups))
+    tensors = [t for t in plan.tensors.values() if plan.files[t.file].path == name]
+    tensor = max(tensors, key=lambda t: t.bytes)
+    data = bytearray(file.read_bytes())
+    data[tensor.file_offset + tensor.bytes // 2] ^= 16
+    file.write_bytes(data)
+
+
+def test_a_sound_directory_is_hashed_and_work_goes_on(bundle: Path, tmp_path: Path) -> None:
+    client = Client(bundle, COLDFRAME_REHASH_THREADS="2")
+    try:
+        for job in ("first", "second"):
+            client.send(op="generate", job=job, request=REQUEST, output=str(tmp_path / f"{job}.mp4"))
+            client.until("done", job=job)
+    finally:
+        assert client.close() == 0
 
 
 def test_without_standard_input_it_ends(bundle: Path) -> None:

@@ -29,7 +29,7 @@ def test_variables_and_flags_are_parsed_and_flags_win() -> None:
         pytest.param(
             {"COLDFRAME_READER_THREADS": "many"}, "reader_threads='many' is not an integer", id="text"
         ),
-        pytest.param({"COLDFRAME_STORAGE_GBPS": "-1"}, "allowed: 0 .*, or 1e-06 to 10000", id="negative"),
+        pytest.param({"COLDFRAME_STORAGE_GBPS": "-1"}, "allowed: 0, or 1e-06 to 10000", id="negative"),
         pytest.param({"COLDFRAME_STORAGE_GBPS": "inf"}, "storage_gbps=inf", id="infinite"),
         pytest.param({"COLDFRAME_RING_GIB": "nan"}, "ring_gib=nan; allowed", id="no number"),
         pytest.param({"COLDFRAME_RING_GIB": "1e-10"}, "0.0625 to 4096", id="ring that rounds to nothing"),
