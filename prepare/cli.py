@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
-from loader.errors import RequestError, WorkerError
+from loader.errors import CapabilityError, RequestError, WorkerError
 from prepare.adapters import parse_adapter
 from prepare.family import DTYPES, VAE_LINEARS, PrepareOptions
 from prepare.progress import Progress, format_seconds, terminal_renderer
@@ -159,7 +159,7 @@ def _prepare(args: argparse.Namespace) -> None:
         replace_target=args.replace,
         report=terminal_renderer(sys.stderr),
     )
-    for warning in result.warnings:
+    for warning in (*result.warnings, *_refusals(result.target)):
         _say(f"warning: {warning}", sys.stderr)
     if args.json:
         _say(json.dumps({**asdict(result), "target": str(result.target)}, sort_keys=True), sys.stdout)
@@ -195,6 +195,18 @@ def _validate(args: argparse.Namespace) -> None:
         _say("not started: its weights are coded for a GPU, and there is none here", sys.stdout)
     if entry_s is not None:
         _say(f"a fresh worker reached its first denoiser entry in {entry_s:.2f} s", sys.stdout)
+
+
+def _refusals(directory: Path) -> list[str]:
+    """Why no worker of this version takes the directory, if so; its bytes are right all the same."""
+    from loader.manifest import read_manifest
+    from runtime.family import family_for
+
+    try:
+        family_for(read_manifest(directory), directory)
+    except CapabilityError as error:
+        return [f"workers of this version refuse it: {error}"]
+    return []
 
 
 def _needs_a_gpu(directory: Path) -> bool:

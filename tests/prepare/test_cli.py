@@ -9,6 +9,7 @@ import pytest
 
 from loader.manifest import read_manifest
 from prepare.cli import prepare_main, validate_main
+from scripts.tiny_checkpoint import write_tiny_checkpoint
 
 
 def test_prepare_and_validate_print_what_was_made(
@@ -89,3 +90,13 @@ def test_validate_refuses_damage_with_its_exit_code(
 def test_help_is_not_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare_main(["--help"]) == 0
     assert "--schedule" in capsys.readouterr().out
+
+
+def test_what_no_worker_takes_is_said_when_it_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny_checkpoint(tmp_path / "checkpoint", "test", "diffusers", seed=1, variant="fasth3")
+    assert prepare_main([str(tmp_path / "checkpoint"), str(tmp_path / "model")]) == 0
+    printed = capsys.readouterr()
+    assert "warning: workers of this version refuse it" in printed.err
+    assert "video sparse attention" in printed.err
