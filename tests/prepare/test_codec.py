@@ -302,7 +302,7 @@ ENTRY_BYTES = (50_369_027_584, 33_587_219_200)  # plain and coded, of the releas
 def test_advice_agrees_with_measured_entries(
     storage: float, plain_s: float, coded_s: float, tolerance: float
 ) -> None:
-    """Against first entries on one H200, `scripts/bench/results/codec.json`: coded was sooner in all of them."""
+    """Against first entries on one H200, `scripts/bench/results/codec_start.json`: coded was sooner in all of them."""
     advice = Advice(Rates(storage, 50.0), *ENTRY_BYTES)
     assert advice.plain_s == pytest.approx(plain_s, rel=tolerance)
     assert advice.stored_s == pytest.approx(coded_s, rel=tolerance)
