@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ def component(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("page")
     write_tiny_checkpoint(root / "source", "test", "diffusers", seed=2)
     model = diffusers_model(root / "source" / "transformer")
-    model.save_pretrained(root / "saved", max_shard_size="200KB")
-    return root / "saved"
+    model.save_pretrained(root / "transformer", max_shard_size="200KB")
+    return root / "transformer"
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,10 @@ def diffusers_model(folder: Path) -> Any:
 
 
 def run(example: int, directory: Path, **names: Any) -> dict[str, Any]:
+    """In the folder that holds the directory: the first example names it, by its text."""
     scope = {"directory": directory, "device": "cpu", **names}
-    exec(compile(EXAMPLES[example], f"{PAGE.name}, example {example}", "exec"), scope)
+    with contextlib.chdir(directory.parent):
+        exec(compile(EXAMPLES[example], f"{PAGE.name}, example {example}", "exec"), scope)
     return scope
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -58,30 +57,6 @@ def test_every_link_of_the_readme_and_the_pages_exists() -> None:
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
-
-
-def test_figures_of_the_readme_are_in_the_results() -> None:
-    """Each linked file exists (above); the values of its targets are told in its row as they stand there."""
-    results = {
-        path.stem: json.loads(path.read_text())["targets"]
-        for path in (ROOT / "scripts/bench/results").glob("*.json")
-    }
-    rows = [line for line in README.splitlines() if "scripts/bench/results" in line and line.startswith("|")]
-    told = {
-        "first_dit_entry_vs_diffusers": "15.6", "first_dit_entry_vs_floor": "1.13", "first_step_done_ratio": "0.80",
-        "throttle_11_vs_line": "1.045", "warm_step_vs_diffusers": "1.16", "cold_vs_warm_denoise": "0.07 %",
-        "load_state_dict_vs_safetensors": "4.6", "sp2_first_dit_entry_vs_sp1": "1.09", "sp2_denoise_speedup": "1.85",
-        "first_dit_entry_vs_diffusers_x2": "14.7", "vae_decode_2gpu_speedup": "1.99",
-    }  # fmt: skip
-    for target, text in told.items():
-        linked = [name for row in rows if text in row for name in re.findall(r"\[(\w+)\]\(scripts", row)]
-        values = [results[name][target]["value"] for name in linked if target in results[name]]
-        assert {_shown(value, text) for value in values} == {text}, target
-
-
-def _shown(value: float, text: str) -> str:
-    """`value` with as many digits as `text`, in percent where that is."""
-    return f"{100 * value:.2f} %" if text.endswith("%") else f"{value:.{len(text.partition('.')[2])}f}"
 
 
 @pytest.mark.filterwarnings("ignore:The Sora API is scheduled:DeprecationWarning")
