@@ -4,7 +4,7 @@ A start cannot be faster than what it does without weights (import, context, war
 and after the last it takes 0.5 s, so `seconds = max(2, 0.5 + entry bytes / min(storage rate, link rate))`, once with the
 plain bytes and once with the stored ones. Storage may be host memory: copying out of it at 20 to 30 GB/s is then what a
 hot start waits for. Unpacking (600 GB/s with its checksum on an H200) does not count. Where both sides are equal,
-`none` is the choice: it runs on every machine. Both constants, and how near they come: `scripts/bench/results/codec.json`.
+`none` is the choice: it runs on every machine. Both constants, and how near they come: `scripts/bench/results/codec_start.json`.
 """
 
 from __future__ import annotations

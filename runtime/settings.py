@@ -26,7 +26,7 @@ class Settings:
         manifest_sha256: pinned SHA-256 of its manifest.json; empty: not pinned.
         device: `auto` takes CUDA when a driver and a device are there, unless `CUDA_VISIBLE_DEVICES` hides it.
         task: order of use that a worker loads before it has seen a request.
-        schedule: prepared step schedule used when a request names none; empty: the first prepared one.
+        schedule: step schedule of what is loaded before a request is known; empty: `base-49` if it is prepared, else the first.
         timeline: file for the start's timeline (JSON); a picture is written beside it. Empty: none.
         verify: how loaded bytes are checked (`edges`, `full`, `auto`).
         rehash_threads: hash every byte of the directory after the first request, with so many threads of the lowest priority;
@@ -81,7 +81,7 @@ class Settings:
     log_level: str = "INFO"
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "task": ("t2va", "fl2va"),
     "verify": ("edges", "full", "auto"),
@@ -101,7 +101,7 @@ LISTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "native_warm_up": (("auto", "all", "none"), ("libraries", "kernels", "operators", "attention", "step")),
 }
 """Settings that are one word of the first kind, or some of the second, comma separated."""
-_RANGES: dict[str, tuple[float, float]] = {
+RANGES: dict[str, tuple[float, float]] = {
     "rehash_threads": (1, 64),
     "ring_gib": (0.0625, 4096),
     "reader_threads": (1, 256),
@@ -111,7 +111,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "encoder_crf": (0, 51),
     "cpu_threads": (1, 1024),
 }
-_MAY_BE_ZERO = (
+MAY_BE_ZERO = (
     "rehash_threads", "ring_gib", "reader_threads", "storage_gbps", "encoder_processes", "cpu_threads",
 )  # fmt: skip
 _PRESETS = {
@@ -167,10 +167,10 @@ def _parse(name: str, default: Any, value: Any) -> Any:
             raise ValueError(
                 f"{name}={value!r} is not {'a number' if wanted is float else 'an integer'}"
             ) from None
-    if name in _RANGES:
+    if name in RANGES:
         _check_range(name, value)
-    if name in _CHOICES and value not in _CHOICES[name]:
-        raise ValueError(f"{name}={value!r}; allowed: {', '.join(repr(choice) for choice in _CHOICES[name])}")
+    if name in CHOICES and value not in CHOICES[name]:
+        raise ValueError(f"{name}={value!r}; allowed: {', '.join(repr(choice) for choice in CHOICES[name])}")
     if name in LISTS:
         _check_list(name, value)
     if name == "manifest_sha256" and value and not re.fullmatch("[0-9a-fA-F]{64}", value):
@@ -179,10 +179,10 @@ def _parse(name: str, default: Any, value: Any) -> Any:
 
 
 def _check_range(name: str, value: float) -> None:
-    low, high = _RANGES[name]
-    if low <= value <= high or (name in _MAY_BE_ZERO and value == 0):
+    low, high = RANGES[name]
+    if low <= value <= high or (name in MAY_BE_ZERO and value == 0):
         return
-    zero = "0, or " if name in _MAY_BE_ZERO else ""
+    zero = "0, or " if name in MAY_BE_ZERO else ""
     raise ValueError(f"{name}={value!r}; allowed: {zero}{low:g} to {high:g}")
 
 

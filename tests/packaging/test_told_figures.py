@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-from runtime.families.minimax_h3.model.warm_denoiser import ITEMS as WARM_ITEMS
-from runtime.native_warm_up import ITEMS as NATIVE_ITEMS
-from runtime.settings import _CHOICES, PREFIX, Settings
-from runtime.torch_import import TRIMS
+from runtime.settings import CHOICES, LISTS, MAY_BE_ZERO, PREFIX, RANGES, Settings
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -196,11 +193,14 @@ def test_settings_page_has_every_setting_of_a_worker_with_its_default() -> None:
         (PREFIX + field.name.upper(), _default(field.default)) for field in dataclasses.fields(Settings)
     ]
     assert [(variable, default) for variable, default, _, _ in rows] == defaults
-    named = {"torch_trims": TRIMS, "warm_up": WARM_ITEMS, "native_warm_up": NATIVE_ITEMS}
     for variable, _, allowed, _ in rows:
         name = variable.removeprefix(PREFIX).lower()
-        choices = set(re.findall(r"`(\w+)`", allowed)) - ({"all", "none", "auto"} if name in named else set())
-        assert choices == set(named.get(name, _CHOICES.get(name, ()))) - {""}, variable
+        words, items = LISTS.get(name, (CHOICES.get(name, ()), ()))
+        assert set(re.findall(r"`(\w+)`", allowed)) == {*words, *items} - {""}, variable
+        if name in RANGES:
+            low, high = RANGES[name]
+            zero = "0, or " if name in MAY_BE_ZERO else ""
+            assert allowed == f"{zero}{low:g} to {high:g}", variable
 
 
 def _default(value: object) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from loader.errors import RequestError
-from runtime.native_warm_up import ITEMS
+from runtime.families.minimax_h3.model.warm_denoiser import ITEMS as WARM_ITEMS
+from runtime.native_warm_up import ITEMS as NATIVE_ITEMS
 from runtime.settings import LISTS, Settings, settings_from_environment
 from runtime.torch_import import TRIMS, choose_trims
 
@@ -95,4 +96,5 @@ def test_what_is_allowed_is_taken() -> None:
 
 def test_lists_are_those_of_the_code_that_reads_them() -> None:
     assert LISTS["torch_trims"][1] == TRIMS
-    assert LISTS["native_warm_up"][1] == ITEMS
+    assert LISTS["native_warm_up"][1] == NATIVE_ITEMS
+    assert set(LISTS["warm_up"][1]) == set(WARM_ITEMS)
