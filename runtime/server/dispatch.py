@@ -225,21 +225,29 @@ class Dispatcher:
         return None
 
     def _on_exit(self, code: int) -> None:
-        """The worker died: settle its job, and all jobs if there will be no other worker."""
+        """The worker ended: settle its job, and all jobs if there will be no other worker."""
         job_id, self._current = self._current, None
-        reason = f"the worker died (exit code {code})"
+        failure = self._own_failure()
         if job_id is not None and self._end is not None:
             self._fail(job_id, *self._end)
-        elif job_id is not None and self.worker.phase != FAILED:
-            self._interrupt(job_id, reason)
+        elif job_id is not None and failure is not None:
+            self._finish(job_id, failure)
+        elif job_id is not None:
+            self._interrupt(job_id, f"the worker died (exit code {code})")
         if self.worker.phase == FAILED:
-            failure = worker_job_error(self.worker.failure or {})
             for job in self._store.active():
                 self._finish(job.id, failure)
         self._metrics.count("h3_worker_exits_total", code=str(code))
         if code == ArtifactError.exit_code:
             self._metrics.count("h3_checksum_failures_total")
         self._idle.set()
+
+    def _own_failure(self) -> dict[str, Any] | None:
+        """Error of a job whose worker said itself why it ended; None if it just died, or one of its ranks did."""
+        failure = self.worker.failure
+        if self.worker.phase != FAILED and (failure is None or is_lost_rank(failure)):
+            return None
+        return worker_job_error(failure or {})
 
     def _interrupt(self, job_id: str, reason: str) -> None:
         """Settle a job that ended through no fault of its own by the policy: failed, or queued again."""

@@ -61,6 +61,14 @@ def test_a_lost_rank_is_a_dead_worker_not_a_failed_job(start: Start) -> None:
     assert service.finished(waiting)["status"] == "completed"
 
 
+@pytest.mark.parametrize("code", [0, 1, 3])
+def test_a_job_keeps_the_cause_that_its_worker_gave(start: Start, code: int) -> None:
+    service = start(FAKE_DAMAGED_EXIT=str(code), COLDFRAME_SERVE_INTERRUPTED="rerun")
+    job = service.finished(service.create("[damaged@2]")["id"])
+    assert (job["status"], job["error"]["code"]) == ("failed", "bad_artifact")
+    assert service.worker_lines().count(f"generate {job['id']}") == 1
+
+
 @pytest.mark.parametrize("code", [2, 3, 4])
 def test_a_worker_that_cannot_run_here_is_not_restarted(start: Start, code: int) -> None:
     service = start(FAKE_START_EXIT=str(code))
