@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from runtime.server.errors import job_error, worker_job_error
-from runtime.server.jobs import QUEUED, RUNNING, Job, document_of
+from runtime.server.errors import ApiError, job_error, worker_job_error
+from runtime.server.jobs import QUEUED, RUNNING, Job, document_of, is_storage_error
 from runtime.server.mp4 import check_container, file_digest
 from runtime.server.progress import Progress
 from runtime.server.service import Service
@@ -52,7 +53,7 @@ class Calls(Protocol):
         ...
 
     def download(self, job_id: str) -> AsyncIterator[bytes]:
-        """The finished file."""
+        """The finished file. Raises: FileNotFoundError: the platform has none."""
         ...
 
     async def records(self) -> list[Mapping[str, Any]]:
@@ -64,6 +65,12 @@ class Calls(Protocol):
         ...
 
 
+class _Copy(NamedTuple):
+    path: Path
+    sha256: str
+    size_bytes: int
+
+
 class RemoteEngine:
     """Follows calls for a service. All methods run on the event loop."""
 
@@ -72,6 +79,7 @@ class RemoteEngine:
         self._calls = calls
         self._draining = False
         self._followers: dict[str, asyncio.Task[None]] = {}
+        self._restoring: dict[str, asyncio.Task[None]] = {}
         self._mirror: dict[str, Mapping[str, Any] | None] = {}
         self._mirror_changed = asyncio.Event()
         self._mirror_task: asyncio.Task[None] | None = None
@@ -112,16 +120,22 @@ class RemoteEngine:
         return store.get(job_id)
 
     async def restore_result(self, job: Job) -> None:
-        """Fetch a finished file that an earlier gateway had."""
-        with contextlib.suppress(OSError):
-            await self._fetch(job.id)
+        """Fetch a finished file that an earlier gateway had. Requests for one job share one download.
+
+        Raises: ApiError: 410 the platform has it no more; 503 it cannot be had now, or is not the file that was made.
+        """
+        task = self._restoring.get(job.id)
+        if task is None:
+            task = self._restoring[job.id] = asyncio.create_task(self._restore(job))
+            task.add_done_callback(lambda ended: self._restored(job.id, ended))
+        await asyncio.shield(task)  # a client that leaves does not take the file from the others
 
     async def drain(self, timeout_s: float) -> None:
         """Calls go on without this gateway: only new ones are refused."""
         self._draining = True
 
     async def close(self, timeout_s: float = 10.0) -> None:
-        for task in list(self._followers.values()):
+        for task in (*self._followers.values(), *self._restoring.values()):
             task.cancel()
         if self._mirror_task is not None:
             self._mirror_task.cancel()
@@ -185,30 +199,68 @@ class RemoteEngine:
             return self._finish(
                 job_id, CANCELLED if error.get("kind") == "cancelled" else worker_job_error(error)
             )
-        problem = await self._fetch(job_id)
+        try:
+            async with self._copy(job_id) as copy:
+                problem = await asyncio.to_thread(check_container, copy.path)
+                if problem is None:
+                    copy.path.rename(self._service.store.video_path(job_id))
+        except FileNotFoundError:
+            problem = "the file is missing"
         if problem is not None:
             return self._finish(
                 job_id, job_error("invalid_output", f"the worker's file is not a playable MP4: {problem}")
             )
-        digest, size = await asyncio.to_thread(file_digest, self._service.store.video_path(job_id))
         timings = dict(state.answer.get("timings") or {}) or progress.timings(job)
-        result = {**(state.answer.get("result") or {}), "sha256": digest, "bytes": size}
+        result = {**(state.answer.get("result") or {}), "sha256": copy.sha256, "bytes": copy.size_bytes}
         self._finish(job_id, None, phase="mux", progress=100, timings=timings, result=result)
         if start := state.answer.get("start"):
             self._service.starts.add(start, self._worker)
 
-    async def _fetch(self, job_id: str) -> str | None:
-        """Copy the finished file here; returns what is wrong with it."""
-        path = self._service.store.video_path(job_id)
-        path.parent.mkdir(exist_ok=True)
-        part = path.with_suffix(".part")
-        with part.open("wb") as file:
-            async for chunk in self._calls.download(job_id):
-                file.write(chunk)
-        problem = await asyncio.to_thread(check_container, part)
-        if problem is None:
-            part.rename(path)
-        return problem
+    # ---- files
+
+    @contextlib.asynccontextmanager
+    async def _copy(self, job_id: str) -> AsyncIterator[_Copy]:
+        """The finished file, here, under a name of its own; it is gone afterwards unless it was renamed.
+
+        Raises: FileNotFoundError: the platform has none, or the job was deleted meanwhile.
+        """
+        directory = self._service.store.directory(job_id).absolute()
+        directory.mkdir(exist_ok=True)
+        part = directory / f"{os.urandom(8).hex()}.part"
+        try:
+            with part.open("xb") as file:
+                async for chunk in self._calls.download(job_id):
+                    file.write(chunk)
+            digest, size_bytes = await asyncio.to_thread(file_digest, part)
+            yield _Copy(part, digest, size_bytes)
+        finally:
+            part.unlink(missing_ok=True)
+
+    async def _restore(self, job: Job) -> None:
+        store = self._service.store
+        if store.get(job.id) is None:  # deleted since it was asked for: its directory must not come back
+            return
+        try:
+            async with self._copy(job.id) as copy:
+                if copy.sha256 == job.result["sha256"]:
+                    copy.path.rename(store.video_path(job.id))
+                    return
+        except FileNotFoundError as cause:
+            raise ApiError("this video is gone", status=410, code="video_expired") from cause
+        except Exception as cause:  # border: a platform's client may raise anything
+            if is_storage_error(cause):
+                raise
+            raise ApiError(
+                "the platform cannot give this file now", status=503, code="platform", headers={"Retry-After": "5"}
+            ) from cause  # fmt: skip
+        raise ApiError(
+            "the platform's copy of this file is not the one that was made", status=503, code="result_damaged"
+        )
+
+    def _restored(self, job_id: str, task: asyncio.Task[None]) -> None:
+        self._restoring.pop(job_id, None)
+        if not task.cancelled():
+            task.exception()  # whoever waits has it; nobody may be left
 
     def _finish(self, job_id: str, error: dict[str, Any] | None, **changes: Any) -> None:
         service = self._service

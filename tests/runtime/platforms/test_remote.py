@@ -12,6 +12,7 @@ import pytest
 from runtime.platforms import remote
 from runtime.platforms.remote import CallState, RemoteEngine
 from runtime.server.config import ServerConfig
+from runtime.server.errors import ApiError
 from runtime.server.jobs import COMPLETED, FAILED, QUEUED, RUNNING, Job, new_job_id
 from runtime.server.service import Service
 
@@ -33,6 +34,8 @@ class Platform:
         self.published: dict[str, Mapping[str, Any]] = {}
         self.stored: dict[str, Mapping[str, Any]] = {}
         self.spawn_error: Exception | None = None
+        self.download_error: Exception | None = None
+        self.num_downloads = 0
 
     async def spawn(self, payload: Mapping[str, Any]) -> str:
         if self.spawn_error is not None:
@@ -52,8 +55,12 @@ class Platform:
         return self.published.get(job_id, {})
 
     async def download(self, job_id: str) -> AsyncIterator[bytes]:
+        self.num_downloads += 1
+        if self.download_error is not None:
+            raise self.download_error
         data = self.mp4.read_bytes()
         for start in range(0, len(data), 1000):
+            await asyncio.sleep(0)  # others get their turn
             yield data[start : start + 1000]
 
     async def records(self) -> list[Mapping[str, Any]]:
@@ -213,6 +220,89 @@ def test_a_new_gateway_follows_the_calls_of_the_old_one(tmp_path: Path, platform
         new.service.store.delete(done)
         await new.service.close()
         assert set(platform.stored) == {running}
+
+    run(scenario())
+
+
+async def made_by_an_earlier_gateway(directory: Path, platform: Platform) -> tuple[Gateway, Job]:
+    """A new gateway, and a finished job whose file it does not have."""
+    old = Gateway(directory / "old", platform)
+    await old.service.engine.start()
+    job_id = await old.create()
+    platform.states[f"call-{job_id}"] = CallState("done", {"result": {}})
+    await old.until(job_id, lambda j: j.status == COMPLETED)
+    await old.service.close()
+    new = Gateway(directory / "new", platform)
+    await new.service.engine.start()
+    job = new.service.store.get(job_id)
+    assert job is not None
+    return new, job
+
+
+def test_requests_for_one_file_share_one_download(tmp_path: Path, platform: Platform) -> None:
+    async def scenario() -> None:
+        gateway, job = await made_by_an_earlier_gateway(tmp_path, platform)
+        before = platform.num_downloads
+        gone = asyncio.create_task(gateway.service.engine.restore_result(job))
+        await asyncio.sleep(0)
+        gone.cancel()  # its client left
+        await asyncio.gather(*(gateway.service.engine.restore_result(job) for _ in range(3)))
+        path = gateway.service.store.video_path(job.id)
+        assert platform.num_downloads == before + 1
+        assert path.read_bytes() == platform.mp4.read_bytes()
+        assert [file.name for file in path.parent.iterdir()] == ["video.mp4"]
+        await gateway.service.close()
+
+    run(scenario())
+
+
+def test_a_file_that_is_not_the_one_that_was_made_is_not_served(tmp_path: Path, platform: Platform) -> None:
+    async def scenario() -> None:
+        gateway, job = await made_by_an_earlier_gateway(tmp_path, platform)
+        data = platform.mp4.read_bytes()
+        platform.mp4 = tmp_path / "other.mp4"
+        platform.mp4.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        with pytest.raises(ApiError, match="not the one that was made") as refusal:
+            await gateway.service.engine.restore_result(job)
+        assert refusal.value.http_status == 503
+        assert list(gateway.service.store.directory(job.id).iterdir()) == []
+        await gateway.service.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(FileNotFoundError("video_1/video.mp4"), 410), (ConnectionError("token=abc"), 503), (ValueError("x"), 503)],
+    ids=["gone", "unreachable", "anything"],
+)  # fmt: skip
+def test_a_platform_without_the_file_is_an_error_of_its_own(
+    tmp_path: Path, platform: Platform, error: Exception, status: int
+) -> None:
+    async def scenario() -> None:
+        gateway, job = await made_by_an_earlier_gateway(tmp_path, platform)
+        platform.download_error = error
+        with pytest.raises(ApiError) as refusal:
+            await gateway.service.engine.restore_result(job)
+        assert (refusal.value.http_status, "abc" in str(refusal.value)) == (status, False)
+        platform.download_error = None
+        await gateway.service.engine.restore_result(job)  # the next one tries again
+        assert gateway.service.store.video_path(job.id).exists()
+        await gateway.service.close()
+
+    run(scenario())
+
+
+def test_a_job_whose_file_is_not_there_fails(tmp_path: Path, platform: Platform) -> None:
+    async def scenario() -> None:
+        platform.download_error = FileNotFoundError("video_1/video.mp4")
+        gateway = Gateway(tmp_path / "a", platform)
+        await gateway.service.engine.start()
+        job_id = await gateway.create()
+        platform.states[f"call-{job_id}"] = CallState("done", {"result": {}})
+        job = await gateway.until(job_id, lambda j: not j.is_active)
+        assert (job.error or {})["code"] == "invalid_output"
+        await gateway.service.close()
 
     run(scenario())
 
