@@ -5,6 +5,7 @@ modal is imported inside functions: this package also lives without it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -59,7 +60,7 @@ class ModalCalls:
         except exception.OutputExpiredError:  # a TimeoutError too: it must come first
             return CallState("lost", reason="the result has expired on the platform")
         except exception.FunctionTimeoutError:
-            return CallState("lost", reason="the job took longer than the platform's limit")
+            return CallState("timeout", reason="the job took longer than the platform's limit")
         except (TimeoutError, exception.TimeoutError):
             return CallState("running")
         except exception.InputCancellation:
@@ -67,7 +68,7 @@ class ModalCalls:
         except exception.RemoteError as error:
             return CallState("cancelled" if "cancel" in str(error).lower() else "lost", reason=LOST)
         except Exception:  # noqa: BLE001 (border: whatever `generate` raised is raised again here)
-            return CallState("lost", reason="generation failed; see the worker's log under the job id")
+            return CallState("failed", reason="generation failed; see the worker's log under the job id")
 
     async def cancel(self, call_id: str) -> None:
         import modal  # type: ignore[import-not-found, unused-ignore]
@@ -80,6 +81,10 @@ class ModalCalls:
     async def download(self, job_id: str) -> AsyncIterator[bytes]:
         async for chunk in self._outputs.read_file.aio(f"{job_id}/video.mp4"):
             yield chunk
+
+    async def remove_output(self, job_id: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            await self._outputs.remove_file.aio(job_id, recursive=True)
 
     async def records(self) -> list[Mapping[str, Any]]:
         return [value async for key, value in self._jobs.items.aio() if str(key).startswith(RECORD)]

@@ -1,7 +1,8 @@
 """Jobs of the HTTP service run as calls of a platform's GPU function: `RemoteEngine` takes the place of the dispatcher.
 
 The platform queues, so every queued job is handed over at once. A call survives this process: its id is stored with the
-job, and a new gateway follows it on. Records are mirrored into a store of the platform, for the same reason.
+job, and a new gateway follows it on. Records are mirrored into a store of the platform, for the same reason. A file stays on
+the platform as long as its job's file does here; a call whose job was deleted is followed to its end for that.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +24,7 @@ from runtime.server.service import Service
 from runtime.server.supervisor import READY, WorkerStatus
 
 FOLLOW_PERIOD_S = 1.0
+SWEEP_PERIOD_S = 60.0
 CANCELLED = job_error("cancelled", "cancelled by the client", None, 400)
 
 log = logging.getLogger(__name__)
@@ -30,7 +32,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CallState:
-    """Where a call stands: `running`, `done` (with the worker's answer), `cancelled`, `lost` (with a reason)."""
+    """Where a call stands: `running`, `done` (with the worker's answer), `cancelled`, or, with a reason, `lost` (another
+    attempt may cure it), `timeout`, `failed`."""
 
     kind: str
     answer: Mapping[str, Any] = field(default_factory=dict)
@@ -54,6 +57,10 @@ class Calls(Protocol):
 
     def download(self, job_id: str) -> AsyncIterator[bytes]:
         """The finished file. Raises: FileNotFoundError: the platform has none."""
+        ...
+
+    async def remove_output(self, job_id: str) -> None:
+        """Remove whatever the worker wrote for a job; nothing there is fine."""
         ...
 
     async def records(self) -> list[Mapping[str, Any]]:
@@ -82,7 +89,8 @@ class RemoteEngine:
         self._restoring: dict[str, asyncio.Task[None]] = {}
         self._mirror: dict[str, Mapping[str, Any] | None] = {}
         self._mirror_changed = asyncio.Event()
-        self._mirror_task: asyncio.Task[None] | None = None
+        self._unwanted: set[str] = set()  # jobs whose output is to be removed from the platform
+        self._upkeep: list[asyncio.Task[None]] = []
         self._worker = WorkerStatus(READY)  # the platform accepts calls at any time: loading is its business
 
     @property
@@ -100,7 +108,7 @@ class RemoteEngine:
             store.adopt(document)
         store.listeners.append(self._note)
         store.on_delete.append(self._note_deleted)
-        self._mirror_task = asyncio.create_task(self._mirror_records())
+        self._upkeep = [asyncio.create_task(self._mirror_records()), asyncio.create_task(self._sweep())]
         for job in store.active():
             self._follow(job)
 
@@ -137,8 +145,9 @@ class RemoteEngine:
     async def close(self, timeout_s: float = 10.0) -> None:
         for task in (*self._followers.values(), *self._restoring.values()):
             task.cancel()
-        if self._mirror_task is not None:
-            self._mirror_task.cancel()
+        for task in self._upkeep:
+            task.cancel()
+        if self._upkeep:
             await self._push_records()
 
     # ---- calls
@@ -151,32 +160,42 @@ class RemoteEngine:
 
     async def _run(self, job_id: str) -> None:
         store = self._service.store
+        seen: dict[str, Any] = {}  # messages of an earlier attempt are no progress of the next one
         try:
-            job = store.get(job_id)
-            if job is not None and not job.call_id:
-                call_id = await self._calls.spawn(self._payload(job))
-                job = store.update(
-                    job_id, call_id=call_id, status=RUNNING, phase="loading", progress=1, attempts=job.attempts + 1,
-                    started_at=store.clock(),
-                )  # fmt: skip
-                if job is not None and job.cancel_requested:
-                    await self._calls.cancel(call_id)
-            if job is not None:
-                await self._until_ended(job)
+            while (job := store.get(job_id)) is not None and job.is_active:
+                if not job.call_id and self._draining:
+                    return  # the next gateway hands it over
+                await self._until_ended(job if job.call_id else await self._hand_over(job), seen)
+        except FileNotFoundError:
+            log.exception("inputs of a job are gone", extra={"job_id": job_id})
+            self._finish(job_id, job_error("inputs_lost", "the pictures of this job were lost"))
         except Exception as error:  # border: a platform's client may raise anything
             log.exception("a call failed", extra={"job_id": job_id})
             self._finish(
                 job_id, job_error("platform", f"the platform failed: {type(error).__name__}", None, 503)
             )
+        if store.get(job_id) is None:
+            self._remove_output(job_id)
+
+    async def _hand_over(self, job: Job) -> Job:
+        """The job as a running call; that of a job that nobody wants any more is called off."""
+        store = self._service.store
+        call_id = await self._calls.spawn(self._payload(job))
+        running = store.update(
+            job.id, call_id=call_id, status=RUNNING, phase="loading", progress=max(job.progress, 1),
+            attempts=job.attempts + 1, started_at=store.clock(),
+        )  # fmt: skip
+        if running is None or running.cancel_requested:
+            await self._calls.cancel(call_id)
+        return running or replace(job, call_id=call_id)
 
     def _payload(self, job: Job) -> dict[str, Any]:
         pictures = {name: self._service.store.picture(job, name) for name in job.pictures}
         kinds = {name: Path(file).suffix.lstrip(".") for name, file in job.pictures.items()}
         return {"id": job.id, "request": job.request, "pictures": pictures, "kinds": kinds}
 
-    async def _until_ended(self, job: Job) -> None:
+    async def _until_ended(self, job: Job, seen: dict[str, Any]) -> None:
         progress = Progress(self._service.store)
-        seen: dict[str, Any] = {}
         while True:
             state = await self._calls.state(job.call_id)
             for kind, event in (await self._calls.progress(job.id)).items():
@@ -194,7 +213,11 @@ class RemoteEngine:
         if state.kind == "cancelled" or (job.cancel_requested and state.kind != "done"):
             return self._finish(job_id, CANCELLED)
         if state.kind == "lost":
-            return self._finish(job_id, job_error("interrupted", state.reason, None, 503))
+            return self._interrupt(job_id, state.reason)
+        if state.kind == "timeout":
+            return self._finish(job_id, job_error("timeout", state.reason, None, 504))
+        if state.kind == "failed":
+            return self._finish(job_id, job_error("internal", state.reason))
         if error := state.answer.get("error"):
             return self._finish(
                 job_id, CANCELLED if error.get("kind") == "cancelled" else worker_job_error(error)
@@ -215,6 +238,18 @@ class RemoteEngine:
         self._finish(job_id, None, phase="mux", progress=100, timings=timings, result=result)
         if start := state.answer.get("start"):
             self._service.starts.add(start, self._worker)
+
+    def _interrupt(self, job_id: str, reason: str) -> None:
+        """Settle the job of a lost call by the policy: failed, or queued again and without a call."""
+        service = self._service
+        config = service.config
+        job = service.store.interrupt(
+            job_id, config.interrupted, config.max_attempts, config.result_ttl_s, reason
+        )
+        if job is not None and job.is_active:
+            service.store.update(job_id, call_id="")
+        elif job is not None:
+            service.metrics.job_ended(job, "interrupted")
 
     # ---- files
 
@@ -276,7 +311,20 @@ class RemoteEngine:
 
     def _note_deleted(self, job_id: str) -> None:
         self._mirror[job_id] = None
+        self._remove_output(job_id)
+
+    def _remove_output(self, job_id: str) -> None:
+        self._unwanted.add(job_id)
         self._mirror_changed.set()
+
+    async def _sweep(self) -> None:
+        """Let results expire, here and on the platform; a removal that failed is tried again."""
+        while True:
+            for job in self._service.store.sweep():
+                self._remove_output(job.id)
+            if self._unwanted:
+                self._mirror_changed.set()
+            await asyncio.sleep(SWEEP_PERIOD_S)
 
     async def _mirror_records(self) -> None:
         while True:
@@ -292,3 +340,9 @@ class RemoteEngine:
                 await self._calls.put_record(job_id, document)
             except Exception:  # border: the platform's client; the next change of the job tries again
                 log.exception("a record could not be mirrored", extra={"job_id": job_id})
+        for job_id in tuple(self._unwanted):
+            try:
+                await self._calls.remove_output(job_id)
+                self._unwanted.discard(job_id)
+            except Exception:  # border: the platform's client; the next sweep tries again
+                log.exception("an output could not be removed", extra={"job_id": job_id})

@@ -58,15 +58,22 @@ class FakeWorker:
 class FakeVolume:
     def __init__(self) -> None:
         self.read_file = SimpleNamespace(aio=self._read)
+        self.remove_file = SimpleNamespace(aio=self._remove)
+        self.removed: list[tuple[str, bool]] = []
 
     async def _read(self, path: str) -> AsyncIterator[bytes]:
         yield path.encode()
 
+    async def _remove(self, path: str, recursive: bool = False) -> None:
+        if (path, recursive) in self.removed:
+            raise FileNotFoundError(path)
+        self.removed.append((path, recursive))
+
 
 def test_calls_on_modals_objects() -> None:
     async def scenario() -> None:
-        worker, jobs = FakeWorker(), FakeDict()
-        calls = ModalCalls(worker, jobs, FakeVolume())
+        worker, jobs, volume = FakeWorker(), FakeDict(), FakeVolume()
+        calls = ModalCalls(worker, jobs, volume)
         assert await calls.spawn({"id": "video_1"}) == "fc-1"
         assert await calls.progress("video_1") == {}
         jobs.values["progress:video_1"] = {"step": {"step": 1, "steps": 8}}
@@ -76,6 +83,9 @@ def test_calls_on_modals_objects() -> None:
         await calls.put_record("video_1", None)
         assert jobs.values == {}
         assert [chunk async for chunk in calls.download("video_1")] == [b"video_1/video.mp4"]
+        await calls.remove_output("video_1")
+        await calls.remove_output("video_1")
+        assert volume.removed == [("video_1", True)]
 
     asyncio.run(scenario())
 
@@ -138,8 +148,8 @@ def test_states_of_a_call_with_modals_own_exceptions() -> None:
         "done": "done",
         "running": "running",
         "expired": "lost",
-        "slow": "lost",
+        "slow": "timeout",
         "cancelled": "cancelled",
-        "failed": "lost",
+        "failed": "failed",
         "remote": "cancelled",
     }

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("_fast")
 @pytest.fixture
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FOLLOW_PERIOD_S", 0.005)
+    monkeypatch.setattr(remote, "SWEEP_PERIOD_S", 0.005)
 
 
 class Platform:
@@ -36,11 +37,17 @@ class Platform:
         self.spawn_error: Exception | None = None
         self.download_error: Exception | None = None
         self.num_downloads = 0
+        self.outputs: set[str] = set()
+        self.removal_errors: list[Exception] = []
+        self.on_spawn: Callable[[str], None] = lambda job_id: None
 
     async def spawn(self, payload: Mapping[str, Any]) -> str:
         if self.spawn_error is not None:
             raise self.spawn_error
-        call = f"call-{payload['id']}"
+        job_id = str(payload["id"])
+        attempt = sum(str(earlier["id"]) == job_id for earlier in self.payloads.values())
+        call = f"call-{job_id}" + attempt * "-again"
+        self.on_spawn(job_id)
         self.payloads[call] = payload
         self.states[call] = CallState("running")
         return call
@@ -63,6 +70,16 @@ class Platform:
             await asyncio.sleep(0)  # others get their turn
             yield data[start : start + 1000]
 
+    async def remove_output(self, job_id: str) -> None:
+        if self.removal_errors:
+            raise self.removal_errors.pop()
+        self.outputs.discard(job_id)
+
+    def end(self, call: str) -> None:
+        """The call is done and has written its file."""
+        self.outputs.add(call.removeprefix("call-"))
+        self.states[call] = CallState("done", {"result": {}})
+
     async def records(self) -> list[Mapping[str, Any]]:
         return list(self.stored.values())
 
@@ -81,8 +98,8 @@ def platform(mp4: Path) -> Platform:
 class Gateway:
     """A service whose engine is remote, inside a test's event loop."""
 
-    def __init__(self, state: Path, platform: Platform) -> None:
-        config = ServerConfig(bundle=state, state=state, allow_unauthenticated=True)
+    def __init__(self, state: Path, platform: Platform, interrupted: str = "fail") -> None:
+        config = ServerConfig(bundle=state, state=state, allow_unauthenticated=True, interrupted=interrupted)
         self.service = Service(config, make_engine=lambda service: RemoteEngine(service, platform))
 
     async def create(self, **pictures: bytes) -> str:
@@ -154,6 +171,8 @@ def test_a_job_becomes_a_call_and_its_file_comes_back(tmp_path: Path, platform: 
             "invalid_request",
         ),
         (CallState("lost", reason="the platform lost this call"), "interrupted"),
+        (CallState("timeout", reason="too long"), "timeout"),
+        (CallState("failed", reason="generation failed"), "internal"),
         (CallState("cancelled"), "cancelled"),
     ],
 )
@@ -303,6 +322,116 @@ def test_a_job_whose_file_is_not_there_fails(tmp_path: Path, platform: Platform)
         job = await gateway.until(job_id, lambda j: not j.is_active)
         assert (job.error or {})["code"] == "invalid_output"
         await gateway.service.close()
+
+    run(scenario())
+
+
+async def happens(check: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not check():
+            await asyncio.sleep(0.002)
+
+
+def test_results_expire_here_and_on_the_platform(tmp_path: Path, platform: Platform) -> None:
+    async def scenario() -> None:
+        gateway = Gateway(tmp_path / "a", platform)
+        store = gateway.service.store
+        await gateway.service.engine.start()
+        job_id = await gateway.create()
+        platform.end(f"call-{job_id}")
+        job = await gateway.until(job_id, lambda j: j.status == COMPLETED)
+        assert platform.outputs == {job_id}
+        store.clock = lambda: job.created_at + 8 * 24 * 3600
+        await gateway.until(job_id, lambda j: j.expired)
+        await happens(lambda: not platform.outputs)
+        assert not store.directory(job_id).exists()
+        store.clock = lambda: job.created_at + 15 * 24 * 3600
+        await happens(lambda: store.get(job_id) is None and not platform.stored)
+        await gateway.service.close()
+
+    run(scenario())
+
+
+def test_a_deleted_video_leaves_the_platform_even_if_it_has_to_be_tried_again(
+    tmp_path: Path, platform: Platform
+) -> None:
+    async def scenario() -> None:
+        gateway = Gateway(tmp_path / "a", platform)
+        await gateway.service.engine.start()
+        job_id = await gateway.create()
+        platform.end(f"call-{job_id}")
+        await gateway.until(job_id, lambda j: j.status == COMPLETED)
+        platform.removal_errors = [ConnectionError("no route")]
+        gateway.service.store.delete(job_id)
+        await happens(lambda: not platform.outputs and not platform.stored)
+        await gateway.service.close()
+
+    run(scenario())
+
+
+def test_a_call_that_outlives_its_job_leaves_nothing(tmp_path: Path, platform: Platform) -> None:
+    async def scenario() -> None:
+        gateway = Gateway(tmp_path / "a", platform)
+        await gateway.service.engine.start()
+        job_id = await gateway.create()
+        gateway.service.store.delete(job_id)
+        await happens(lambda: job_id not in platform.stored)
+        platform.end(f"call-{job_id}")
+        await happens(lambda: not platform.outputs)
+        await gateway.service.close()
+
+    run(scenario())
+
+
+def test_a_job_that_is_deleted_while_it_is_handed_over_costs_no_gpu(
+    tmp_path: Path, platform: Platform
+) -> None:
+    async def scenario() -> None:
+        gateway = Gateway(tmp_path / "a", platform)
+        await gateway.service.engine.start()
+        platform.on_spawn = gateway.service.store.delete
+        job = Job(new_job_id(), "anonymous", "m", 0.0, {"prompt": "x"}, {})
+        gateway.service.store.create(job, {})
+        gateway.service.engine.pump()
+        await happens(lambda: platform.states.get(f"call-{job.id}") == CallState("cancelled"))
+        await gateway.service.close()
+
+    run(scenario())
+
+
+def test_a_lost_call_can_mean_another_one_but_not_for_ever(tmp_path: Path, platform: Platform) -> None:
+    async def scenario() -> None:
+        gateway = Gateway(tmp_path / "a", platform, interrupted="rerun")
+        await gateway.service.engine.start()
+        job_id = await gateway.create(first_frame=b"png")
+        platform.published[job_id] = {"step": {"step": 4, "steps": 8}}
+        await gateway.until(job_id, lambda j: j.step == 4)
+        platform.states[f"call-{job_id}"] = CallState("lost", reason="the platform lost this call")
+        again = f"call-{job_id}-again"
+        job = await gateway.until(job_id, lambda j: j.call_id == again)
+        assert (job.status, job.attempts, job.step) == (RUNNING, 2, 0)
+        assert platform.payloads[again] == platform.payloads[f"call-{job_id}"]
+        platform.states[again] = CallState("lost", reason="the platform lost this call")
+        job = await gateway.until(job_id, lambda j: not j.is_active)
+        assert (job.error or {})["code"] == "interrupted"
+        assert len(platform.payloads) == 2
+        await gateway.service.close()
+
+    run(scenario())
+
+
+def test_another_gateway_cannot_run_a_job_with_pictures_again(tmp_path: Path, platform: Platform) -> None:
+    async def scenario() -> None:
+        old = Gateway(tmp_path / "old", platform)
+        await old.service.engine.start()
+        job_id = await old.create(first_frame=b"png")
+        await old.service.close()
+        new = Gateway(tmp_path / "new", platform, interrupted="rerun")
+        await new.service.engine.start()
+        platform.states[f"call-{job_id}"] = CallState("lost", reason="the platform lost this call")
+        job = await new.until(job_id, lambda j: not j.is_active)
+        assert (job.error or {})["code"] == "inputs_lost"
+        await new.service.close()
 
     run(scenario())
 
