@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import Awaitable
 from typing import Any
 
 from starlette.requests import Request
@@ -195,7 +195,7 @@ async def _wait(
     service: Service, job: Job, request: Request, timeout_s: float, cancel_if_gone: bool = False
 ) -> Job:
     """The job after its last event. Raises: TimeoutError; ApiError: the client left, and the job is cancelled."""
-    ended = asyncio.create_task(_last_event(service, job))
+    ended = asyncio.create_task(service.feeds.ended(job))
     gone = asyncio.create_task(_disconnected(request))
     try:
         done, _ = await asyncio.wait({ended, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -209,12 +209,6 @@ async def _wait(
             await service.engine.cancel(job.id)
         raise ApiError("the client left", code="client_gone")
     raise TimeoutError
-
-
-async def _last_event(service: Service, job: Job) -> None:
-    events: AsyncIterator[Any] = service.feeds.read(service.store.get(job.id) or job)
-    async for _ in events:
-        pass
 
 
 async def _disconnected(request: Request) -> None:

@@ -1,6 +1,7 @@
 """Progress of jobs as numbered events, kept for readers that are slow, late or reconnecting.
 
-A feed is a bounded list that readers walk at their own pace, so a slow reader costs nothing and holds nothing up.
+A feed is a bounded list that readers walk at their own pace, so a slow reader costs nothing and holds nothing up. Only jobs
+that the store has as unfinished get one: nobody would end another.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.server.jobs import COMPLETED, FAILED, Job
+from runtime.server.jobs import COMPLETED, FAILED, Job, JobStore
 
 KEPT_EVENTS = 512
 PING_S = 15.0
@@ -40,16 +41,20 @@ class _Feed:
 
 
 class Feeds:
-    """Turns changes of jobs into events. `on_job` is a listener of the store."""
+    """Turns changes of jobs into events. Listens to the store."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: JobStore) -> None:
+        self._store = store
         self._feeds: dict[str, _Feed] = {}
+        store.listeners.append(self._on_job)
+        store.on_delete.append(self._forget)
 
-    def on_job(self, job: Job) -> None:
+    def _on_job(self, job: Job) -> None:
         """Append what a change of a job means for a reader; a finished job's feed lives on in its readers only."""
         feed = self._feeds.get(job.id)
         if feed is None:
-            feed = self._open(job)
+            if job.is_active:
+                self._open(job)
             return
         kind = _kind(feed.last, job)
         feed.last = job
@@ -58,7 +63,7 @@ class Feeds:
         if not job.is_active:
             self._feeds.pop(job.id, None)
 
-    def forget(self, job_id: str) -> None:
+    def _forget(self, job_id: str) -> None:
         """End the feed of a deleted job."""
         feed = self._feeds.pop(job_id, None)
         if feed is not None and not (feed.events and feed.events[-1].is_last):
@@ -67,14 +72,19 @@ class Feeds:
     async def read(self, job: Job, after: int = 0) -> AsyncIterator[FeedEvent | None]:
         """Events with numbers above `after`, oldest kept first; None when nothing happened for `PING_S`.
 
-        Ends after the last event. A job that is already finished yields just its last event.
+        Ends after the last event. A job that has been finished or deleted by the time that this is read, whatever the one
+        given here says, yields just its last event.
         """
         feed = self._feeds.get(job.id)
-        if feed is None and not job.is_active:
-            yield FeedEvent(after + 1, COMPLETED if job.status == COMPLETED else FAILED, event_data(job))
-            return
         if feed is None:
-            feed = self._open(job)
+            now = self._store.get(job.id)
+            if now is None or not now.is_active:
+                last = now or job
+                yield FeedEvent(
+                    after + 1, COMPLETED if last.status == COMPLETED else FAILED, event_data(last)
+                )
+                return
+            feed = self._open(now)
         if after > feed.number:  # a number of another life of the service: start over
             after = 0
         while True:
@@ -89,6 +99,11 @@ class Feeds:
                 await asyncio.wait_for(feed.changed.wait(), PING_S)
             except TimeoutError:
                 yield None
+
+    async def ended(self, job: Job) -> None:
+        """Return after the last event of a job."""
+        async for _ in self.read(job):
+            pass
 
     def _open(self, job: Job) -> _Feed:
         feed = self._feeds[job.id] = _Feed(job, 0)

@@ -67,7 +67,7 @@ class Service:
         self.store = JobStore(config.state)
         self.metrics = Metrics()
         self.starts = Starts(config.state / "starts")
-        self.feeds = Feeds()
+        self.feeds = Feeds(self.store)
         self.live = LiveVideos(self.store)
         self.admission = Admission(config, self.store)
         self.bundle = Bundle(config.bundle, config.served_name, opener)
@@ -80,7 +80,7 @@ class Service:
             else Dispatcher(config, self.store, self.metrics, self.starts, self.live)
         )
         self.tracing = Tracing(VERSION)
-        self.store.listeners += [self.feeds.on_job, self._learn, self.tracing.on_job]
+        self.store.listeners += [self._learn, self.tracing.on_job]
         self.starts.listeners += [self._count_weights, self.tracing.on_start]
         self._opening: asyncio.Task[None] | None = None
 

@@ -68,18 +68,12 @@ async def delete_video(request: Request) -> Response:
     service: Service = request.app.state.service
     job = _job(request)
     if job.is_active:
-        waiting = asyncio.create_task(_last_event(service, job))
+        waiting = asyncio.create_task(service.feeds.ended(job))
         await service.engine.cancel(job.id)
         await asyncio.wait([waiting], timeout=DELETE_WAIT_S)
         waiting.cancel()
     service.store.delete(job.id)
-    service.feeds.forget(job.id)
     return JSONResponse({"id": job.id, "object": "video.deleted", "deleted": True})
-
-
-async def _last_event(service: Service, job: Job) -> None:
-    async for _ in service.feeds.read(job):
-        pass
 
 
 async def video_events(request: Request) -> Response:

@@ -144,6 +144,15 @@ def test_a_queued_job_is_cancelled_at_once_and_never_reaches_the_worker(start: S
     assert f"generate {queued}" not in service.worker_lines()
 
 
+def test_deleting_a_queued_job_waits_for_nobody(start: Start) -> None:
+    service = start()
+    service.create("[gate@1]")
+    queued = service.create("never")["id"]
+    answer = service.client.delete(f"/v1/videos/{queued}", timeout=8)  # a slow worker would be given 10 s
+    assert answer.json()["deleted"] is True
+    assert service.client.get(f"/v1/videos/{queued}").status_code == 404
+
+
 def test_deleting_a_running_job_frees_the_worker(start: Start) -> None:
     service = start()
     running = service.create("[gate@2]")["id"]
