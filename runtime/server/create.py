@@ -173,9 +173,13 @@ def _idempotency_key(request: Request) -> str | None:
 
 
 async def _finished(service: Service, job: Job, request: Request) -> Job:
-    """The completed job. Raises: ApiError: it failed, or the limit passed (the job goes on)."""
+    """The completed job. Raises: ApiError: it failed, or the limit passed (the job goes on).
+
+    A client that leaves takes its job along, unless that has a key: then others may wait for it, and a repeat is expected.
+    """
+    is_only_waiter = _idempotency_key(request) is None
     try:
-        job = await _wait(service, job, request, service.config.sync_timeout_s, cancel_if_gone=True)
+        job = await _wait(service, job, request, service.config.sync_timeout_s, cancel_if_gone=is_only_waiter)
     except TimeoutError:
         raise ApiError(
             "the result is not there yet; the job goes on", status=504, code="wait_timeout",
@@ -194,7 +198,7 @@ async def _finished(service: Service, job: Job, request: Request) -> Job:
 async def _wait(
     service: Service, job: Job, request: Request, timeout_s: float, cancel_if_gone: bool = False
 ) -> Job:
-    """The job after its last event. Raises: TimeoutError; ApiError: the client left, and the job is cancelled."""
+    """The job after its last event. Raises: TimeoutError; ApiError: the client left."""
     ended = asyncio.create_task(service.feeds.ended(job))
     gone = asyncio.create_task(_disconnected(request))
     try:

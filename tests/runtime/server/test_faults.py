@@ -409,6 +409,24 @@ def test_a_blocking_client_that_leaves_cancels_its_job(start: Start) -> None:
     assert (job["status"], job["error"]["code"]) == ("failed", "cancelled")
 
 
+def test_a_job_with_a_key_outlives_the_clients_that_wait_for_it(start: Start, mp4: Path) -> None:
+    service = start()
+    body = b'{"prompt": "[gate@3]"}'
+    head = HEAD.replace(b"/v1/videos", b"/v1/videos/sync") + b"Idempotency-Key: one\r\n"
+    for expected in (1, 2):
+        with socket.create_connection(("127.0.0.1", service.port)) as connection:
+            connection.sendall(
+                head + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            until(lambda: service.client.get("/v1/status").json()["queue"]["running"], "the job runs")
+        until(lambda n=expected: service.log().count("client_gone") == n, "the service sees it leave")
+    service.gate.touch()
+    headers = {"Idempotency-Key": "one"}
+    answer = service.client.post("/v1/videos/sync", json={"prompt": "[gate@3]"}, headers=headers)
+    assert (answer.status_code, answer.content) == (200, mp4.read_bytes())
+    assert answer.headers["idempotency-replayed"] == "true"
+
+
 def test_a_reader_that_does_not_read_holds_nothing_up(start: Start, mp4: Path) -> None:
     service = start()
     video = service.finished(service.create()["id"])["id"]
