@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,18 +162,28 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in pairs:
         if name in found:
             raise ApiError("duplicate key in the JSON", code="invalid_json", where=name[:80])
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ApiError("is not a finite number", code="invalid_json", where=name[:80])
-        if isinstance(value, str):
-            _check_text(name, value)
+        _check_text(name, name)
+        for leaf in _leaves(value):
+            if isinstance(leaf, float) and not math.isfinite(leaf):
+                raise ApiError("is not a finite number", code="invalid_json", where=name[:80])
+            if isinstance(leaf, str):
+                _check_text(name, leaf)
         found[name] = value
     return found
 
 
-def _check_text(name: str, value: str) -> None:
+def _leaves(value: Any) -> Iterator[Any]:
+    """The value, or what its list holds; objects in it have been checked when they were read."""
+    if not isinstance(value, list):
+        yield value
+        return
+    for child in value:
+        yield from _leaves(child)
+
+
+def _check_text(name: str, text: str) -> None:
     try:
-        value.encode("utf-8")
-        name.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError:
         raise ApiError(
             "is not Unicode text: it holds half of a surrogate pair", code="invalid_unicode", where=name[:80]
@@ -248,6 +258,7 @@ async def _form_fields(items: list[tuple[str, Any]], config: ServerConfig) -> di
                 )
             value = Upload(await value.read())
         else:
+            _check_text(name, name)
             _check_text(name, value)
         fields.setdefault(name, []).append(value)
     return {name: values[0] if len(values) == 1 else values for name, values in fields.items()}

@@ -68,7 +68,7 @@ def error_object(error: WorkerError) -> dict[str, object]:
     message = clean(str(error))
     if status == 500:
         message = "The server failed to handle this request; see its log under the request id."
-    param = error.where if isinstance(error, RequestError) else None
+    param = clean(error.where) if isinstance(error, RequestError) and error.where is not None else None
     extra = error.extra if isinstance(error, ApiError) else {}
     return {"message": message, "type": error_type(status), "param": param, "code": code, **extra}
 
@@ -80,7 +80,8 @@ def envelope(error: Mapping[str, object]) -> dict[str, object]:
 
 def job_error(code: str, message: str, param: str | None = None, status: int = 500) -> dict[str, object]:
     """`error` of a failed job."""
-    return {"code": code, "message": clean(message), "param": param, "type": error_type(status)}
+    shown = clean(param) if param is not None else None
+    return {"code": code, "message": clean(message), "param": shown, "type": error_type(status)}
 
 
 def worker_job_error(error: Mapping[str, object]) -> dict[str, object]:

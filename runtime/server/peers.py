@@ -95,6 +95,7 @@ def canonical(body: Body) -> Canonical:
             )
     _apply_target(raw)
     pictures = _pictures(raw)
+    _refuse_files(raw)
     model, response_format, stream = (
         raw.pop("model", None),
         raw.pop("response_format", None),
@@ -269,6 +270,18 @@ def _pictures(raw: dict[str, Any]) -> dict[str, Source]:
             )
         pictures = found
     return pictures
+
+
+def _refuse_files(raw: Mapping[str, Any]) -> None:
+    for name, value in raw.items():
+        if _holds_file(value):
+            raise ApiError("takes no file", where=name[:80], code="invalid_type", found="an upload")
+
+
+def _holds_file(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_file, value.values()))
+    return isinstance(value, Upload) or (isinstance(value, list) and any(map(_holds_file, value)))
 
 
 def _ordered(name: str, value: Any) -> dict[str, Source]:

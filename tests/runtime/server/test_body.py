@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from runtime.server.body import Body, Upload, parse_object
 from runtime.server.create import body_hash
-from runtime.server.errors import ApiError
+from runtime.server.errors import ApiError, envelope, error_object
 from runtime.server.peers import Canonical, Source, canonical
 
 JSON_VALUES = st.recursive(
@@ -48,6 +48,29 @@ def form(**fields: Any) -> Canonical:
 
 def as_json(**fields: Any) -> Canonical:
     return canonical(Body(fields))
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        (rb'{"prompt": "x", "conditions": [{"\ud83d": 1}]}', r"\ud83d"),
+        (rb'{"\ud83d": {}}', r"\ud83d"),
+        (rb'{"\ud83d": 1, "\ud83d": 1}', r"\ud83d"),
+        (rb'{"image_reference": [["a", "\ud83d"]]}', "image_reference"),
+    ],
+    ids=["key in a list", "key", "twice", "text in lists"],
+)
+def test_half_a_surrogate_pair_is_refused_wherever_it_stands(body: bytes, shown: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        parse_object(body)
+    error = error_object(refusal.value)
+    assert (refusal.value.http_status, error["code"], error["param"]) == (400, "invalid_unicode", shown)
+    assert json.dumps(envelope(error), ensure_ascii=False).encode()
+
+
+def test_a_number_in_a_list_is_finite_too() -> None:
+    with pytest.raises(ApiError, match="seed: is not a finite number"):
+        parse_object(b'{"seed": [1, 1e999]}')
 
 
 def test_numbers_arrive_as_text_in_forms_and_prompts_stay_text() -> None:
@@ -164,6 +187,14 @@ def test_refusals_name_the_field(fields: dict[str, Any], where: str, code: str) 
     with pytest.raises(ApiError) as refusal:
         as_json(prompt="a", **fields)
     assert (refusal.value.where, refusal.value.code, refusal.value.http_status) == (where, code, 400)
+
+
+@pytest.mark.parametrize("name", ["prompt", "seed", "model", "target[short_edge]", "extra_body[a][b]", "new"])
+def test_a_file_in_a_field_that_is_no_picture_is_refused(name: str) -> None:
+    with pytest.raises(ApiError, match="takes no file") as refusal:
+        form(**{"prompt": "a", name: UPLOAD})
+    where = {"target[short_edge]": "short_edge", "extra_body[a][b]": "a"}.get(name, name)
+    assert (refusal.value.http_status, refusal.value.where) == (400, where)
 
 
 def test_the_hash_of_a_request_does_not_depend_on_its_encoding() -> None:
