@@ -7,13 +7,14 @@ the process group of this process, so that whoever started it can end them toget
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 
 HOST = "127.0.0.1"
@@ -25,13 +26,14 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) < 2 or not argv[0].isdecimal() or int(argv[0]) < 1:
         print("usage: python -m runtime.server.ranks NUM_RANKS PROGRAM [ARGUMENT …]", file=sys.stderr)  # noqa: T201
         return 2
-    num_ranks, port = int(argv[0]), free_port()
+    num_ranks, meeting = int(argv[0]), meeting_place()
+    port = int(meeting.getsockname()[1])
     environments = [rank_variables(rank, num_ranks, port, os.environ) for rank in range(num_ranks)]
     processes: dict[int, subprocess.Popen[bytes]] = {}
+    running: set[int] = set()
 
     def end(sig: int, frame: FrameType | None) -> None:
-        for process in processes.values():
-            process.send_signal(sig)
+        _signal(running, sig)
 
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
@@ -41,15 +43,22 @@ def main(argv: Sequence[str]) -> int:
             stdin=None if rank == 0 else subprocess.DEVNULL, stdout=None if rank == 0 else sys.stderr,
         )  # fmt: skip
         processes[process.pid] = process
+        running.add(process.pid)
     _let_go_of_streams()
-    return _wait(processes)
+    with meeting:
+        return _wait(processes, running)
 
 
-def free_port() -> int:
-    """A port for the ranks to meet at; free at this moment."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+def meeting_place() -> socket.socket:
+    """A socket whose port is kept for rank 0 as long as it is open.
+
+    Bound, not listening, and open to reuse: Linux gives the port to nobody who does not ask for reuse as well, and picks it for
+    nobody; rank 0's store asks for reuse and may listen there.
+    """
+    meeting = socket.socket()
+    meeting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    meeting.bind((HOST, 0))
+    return meeting
 
 
 def rank_variables(rank: int, num_ranks: int, port: int, environ: Mapping[str, str]) -> dict[str, str]:
@@ -75,21 +84,22 @@ def _let_go_of_streams() -> None:
     os.close(nothing)
 
 
-def _wait(processes: dict[int, subprocess.Popen[bytes]]) -> int:
+def _wait(processes: Mapping[int, subprocess.Popen[bytes]], running: set[int]) -> int:
     """Wait for all. Once one has ended the others have `GRACE_S` to follow, then they are killed."""
     failed = 0
     killer: threading.Timer | None = None
-    running = set(processes)
     while running:
-        pid, status = os.wait()
-        if pid not in running:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        running.discard(ended.si_pid)  # before it is reaped: from then on the number may be another process's
+        _, status = os.waitpid(ended.si_pid, 0)
+        if ended.si_pid not in processes:
             continue
-        running.discard(pid)
         code = os.waitstatus_to_exitcode(status)
-        processes[pid].returncode = code
+        processes[ended.si_pid].returncode = code
         failed = failed or (code if code >= 0 else 128 - code)
         if killer is None and running:
-            killer = threading.Timer(GRACE_S, _kill, [running])
+            killer = threading.Timer(GRACE_S, _signal, [running, signal.SIGKILL])
             killer.daemon = True
             killer.start()
     if killer is not None:
@@ -97,9 +107,11 @@ def _wait(processes: dict[int, subprocess.Popen[bytes]]) -> int:
     return failed
 
 
-def _kill(pids: set[int]) -> None:
-    for pid in list(pids):
-        os.kill(pid, signal.SIGKILL)
+def _signal(pids: Iterable[int], sig: int) -> None:
+    """Signal processes without asking how they are: `Popen.send_signal` would reap one that has just ended."""
+    for pid in tuple(pids):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, sig)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,13 @@ from typing import Any
 from loader.errors import ArtifactError, CapabilityError, InternalError, RequestError
 from runtime.first_request import FOLLOWS_FLAG
 from runtime.server.config import ServerConfig, worker_environment
+from runtime.server.ranks import GRACE_S as RANKS_GRACE_S
 
 PROTOCOL = 1
 LINE_LIMIT = 4 << 20
 PERMANENT_EXIT_CODES = (RequestError.exit_code, ArtifactError.exit_code, CapabilityError.exit_code)
 HEALTHY_AFTER_S = 60.0
+EXIT_GRACE_S = 5.0  # from the end of a worker's output to its exit code
 
 STARTING, LOADING, READY, RESTARTING, FAILED, STOPPED = (
     "starting",
@@ -83,6 +85,8 @@ class Supervisor:
         self._task: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._pid_file = config.state / "worker.pid"
+        # The output is rank 0's, the exit code that of the first rank that failed: the launcher has it when all have ended.
+        self._exit_grace_s = EXIT_GRACE_S if config.ranks == 1 else RANKS_GRACE_S + EXIT_GRACE_S
         self._timeline = (config.state / "starts" / "timeline.json").absolute()
 
     def start(self) -> None:
@@ -186,7 +190,7 @@ class Supervisor:
                 return self.kill("sent an endless line")
             if not line:
                 with contextlib.suppress(TimeoutError):  # a clean end gets time for its exit code
-                    await asyncio.wait_for(process.wait(), 5)
+                    await asyncio.wait_for(process.wait(), self._exit_grace_s)
                 return None
             event = _parse(line)
             if event is None:
