@@ -28,6 +28,7 @@ from runtime.server.service import Service
 from runtime.timeline import process_start_ns
 
 CONNECTION_CLOSE_S = 5
+BACKLOG = 2048
 
 log = logging.getLogger(__name__)
 
@@ -91,14 +92,20 @@ async def _serve(config: ServerConfig, opener: Callable[[Path], OpenBundle], fet
     listeners = listen(config.host, config.port)  # before a worker is started for nothing
     try:
         service = Service(config, opener=opener, fetcher=fetcher)
-    except BaseException:
+        try:
+            return await _serve_on(listeners, service)
+        finally:
+            await service.close()  # the server does it only where it came to serve
+    finally:
         for listener in listeners:
             listener.close()
-        raise
+
+
+async def _serve_on(listeners: list[socket.socket], service: Service) -> int:
     server = _Server(
         uvicorn.Config(
             build_app(service), http="h11", loop="asyncio", ws="none", log_config=None, access_log=False,
-            server_header=False, lifespan="on", timeout_graceful_shutdown=CONNECTION_CLOSE_S, timeout_keep_alive=75,
+            server_header=False, lifespan="on", backlog=BACKLOG, timeout_graceful_shutdown=CONNECTION_CLOSE_S, timeout_keep_alive=75,
             h11_max_incomplete_event_size=64 * 1024,
         ),
         service,
@@ -109,8 +116,8 @@ async def _serve(config: ServerConfig, opener: Callable[[Path], OpenBundle], fet
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Sockets bound to every address of a name that this host has. Raises: CapabilityError: unknown name, no such address,
-    or the port is taken."""
+    """Listening sockets for every address of a name that this host has. Raises: CapabilityError: unknown name, no such
+    address, or the port is taken."""
     bound: list[socket.socket] = []
     absent: OSError | None = None
     try:
@@ -118,7 +125,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         ):
             try:
-                bound.append(_bound(family, kind, protocol, address))
+                bound.append(_listening(family, kind, protocol, address))
             except OSError as cause:
                 if cause.errno not in _ABSENT:
                     raise
@@ -135,13 +142,14 @@ def listen(host: str, port: int) -> list[socket.socket]:
     return bound
 
 
-def _bound(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> socket.socket:
+def _listening(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind(address)
+        listener.listen(BACKLOG)  # until then another one that allows reuse may bind the port, too
     except OSError:
         listener.close()
         raise

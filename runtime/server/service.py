@@ -90,7 +90,7 @@ class Service:
         self._opening = asyncio.create_task(self._open_bundle())
 
     async def close(self) -> None:
-        """Stop the worker and release the state directory."""
+        """Stop the worker and release the state directory. Works twice."""
         await self.engine.close()
         await asyncio.to_thread(self.tracing.close)
         self.store.close()

@@ -170,6 +170,8 @@ class Supervisor:
         self._process = process
         self.status = WorkerStatus(STARTING, process.pid, self.status.starts + 1, failure=self.status.failure)
         _write_pid(self._pid_file, process.pid)
+        if self._closing.is_set():  # while it was being started, so that nobody has told it to leave
+            self.kill("the service ends")
         log.info("worker started", extra={"pid": process.pid, "start": self.status.starts})
         try:
             await self._read(process)

@@ -74,7 +74,7 @@ class Tracing:
 
     def close(self) -> None:
         """Export what is left, for at most `CLOSE_TIMEOUT_S`. Blocks. What still waits for a first request is dropped."""
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             return
         try:
             self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
