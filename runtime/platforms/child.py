@@ -26,6 +26,7 @@ from runtime.settings import OTHER_PROGRAMS
 COMMAND = (sys.executable, "-m", "runtime.worker")
 TURN_S = 0.2
 CANCEL_GRACE_S = 60.0
+CANCELLED = {"kind": "cancelled", "message": "cancelled"}
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -59,6 +60,7 @@ class WorkerChild:
         self._reader: threading.Thread | None = None
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._closed = False
+        self._cancelled: set[str] = set()  # jobs to stop that have not ended
         self.state: dict[str, Any] = {
             "phase": "starting",
             "loaded_bytes": 0,
@@ -92,15 +94,27 @@ class WorkerChild:
     ) -> dict[str, Any]:
         """Make one video; blocks. Returns the worker's result.
 
-        Raises: JobFailed: refused or failed; InternalError: the worker died. Anything raised in this thread
-            meanwhile (a platform's cancellation) stops the job first and then goes on.
+        Raises: JobFailed: refused, failed or cancelled, also before it was its turn; InternalError: the worker died.
+            Anything raised in this thread meanwhile (a platform's cancellation) stops the job first and then goes on.
         """
         if self._closed:
             raise InternalError("the worker is closed")
+        try:
+            return self._run(job, request, output, on_event)
+        finally:
+            self._cancelled.discard(job)
+
+    def _run(
+        self, job: str, request: Mapping[str, Any], output: Path, on_event: OnEvent | None
+    ) -> dict[str, Any]:
+        if job in self._cancelled:
+            raise JobFailed(CANCELLED)
         if self._process is None or self._process.poll() is not None:
             self._end()
             self.start(FOLLOWS_FLAG)
         self._send({"op": "generate", "job": job, "request": dict(request), "output": str(output)})
+        if job in self._cancelled:  # since it was looked at, and perhaps before the worker knew of the job
+            self._send({"op": "cancel", "job": job})
         try:
             return self._wait(job, on_event)
         except (JobFailed, InternalError):
@@ -110,7 +124,8 @@ class WorkerChild:
             raise
 
     def cancel(self, job: str) -> None:
-        """Stop a job from another thread; its `run` raises JobFailed with the kind `cancelled`."""
+        """Stop a job from another thread, running or yet to come; its `run` raises JobFailed with the kind `cancelled`."""
+        self._cancelled.add(job)
         self._send({"op": "cancel", "job": job})
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -143,7 +158,7 @@ class WorkerChild:
                 case "error":
                     raise JobFailed(event.get("error") or {})
                 case "cancelled":
-                    raise JobFailed({"kind": "cancelled", "message": "cancelled"})
+                    raise JobFailed(CANCELLED)
                 case _ if on_event is not None:
                     on_event(event)
 

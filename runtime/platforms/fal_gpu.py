@@ -58,7 +58,7 @@ class FalRuntime:
         return answer, self._path(job_id)
 
     def cancel(self, request_id: str | None) -> bool:
-        """Stop the job of a request; False if there is none."""
+        """Stop the job of a request, running or waiting for its turn; False if there is none."""
         job_id = self._jobs.get(request_id or "")
         if job_id is not None:
             self._gpu.child.cancel(job_id)

@@ -118,6 +118,17 @@ def test_cancel_from_another_thread(child: WorkerChild, tmp_path: Path) -> None:
     assert failure.value.error["kind"] == "cancelled"
 
 
+def test_a_job_that_is_cancelled_before_its_turn_never_reaches_the_worker(
+    child: WorkerChild, tmp_path: Path
+) -> None:
+    child.cancel("a")
+    with pytest.raises(JobFailed) as end:
+        child.run("a", {"prompt": "x"}, tmp_path / "a.mp4")
+    assert end.value.error["kind"] == "cancelled"
+    assert child.run("b", {"prompt": "x"}, tmp_path / "b.mp4")["frames"] == 124
+    assert "generate a" not in (tmp_path / "worker.log").read_text()
+
+
 def test_close_leaves_no_process_and_no_thread(tmp_path: Path, fake_worker: Path) -> None:
     before = threading.active_count()
     child = WorkerChild(tmp_path, COMMAND)
