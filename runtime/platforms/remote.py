@@ -119,12 +119,17 @@ class RemoteEngine:
                 self._follow(job)
 
     async def cancel(self, job_id: str) -> Job | None:
+        """Call a job off; its call ends some time later. Raises: ApiError 503: the platform does not take it now."""
         store = self._service.store
         job = store.get(job_id)
         if job is not None and job.is_active and not job.cancel_requested:
             job = store.update(job_id, cancel_requested=True)
             if job is not None and job.call_id:
-                await self._calls.cancel(job.call_id)
+                try:
+                    await self._calls.cancel(job.call_id)
+                except Exception as cause:  # border: a platform's client may raise anything
+                    store.update(job_id, cancel_requested=False)  # so that the next request tries again
+                    raise _unavailable("the platform cannot cancel this job now") from cause
         return store.get(job_id)
 
     async def restore_result(self, job: Job) -> None:
@@ -285,9 +290,7 @@ class RemoteEngine:
         except Exception as cause:  # border: a platform's client may raise anything
             if is_storage_error(cause):
                 raise
-            raise ApiError(
-                "the platform cannot give this file now", status=503, code="platform", headers={"Retry-After": "5"}
-            ) from cause  # fmt: skip
+            raise _unavailable("the platform cannot give this file now") from cause
         raise ApiError(
             "the platform's copy of this file is not the one that was made", status=503, code="result_damaged"
         )
@@ -346,3 +349,7 @@ class RemoteEngine:
                 self._unwanted.discard(job_id)
             except Exception:  # border: the platform's client; the next sweep tries again
                 log.exception("an output could not be removed", extra={"job_id": job_id})
+
+
+def _unavailable(message: str) -> ApiError:
+    return ApiError(message, status=503, code="platform", headers={"Retry-After": "5"})

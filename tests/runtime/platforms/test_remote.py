@@ -39,6 +39,7 @@ class Platform:
         self.num_downloads = 0
         self.outputs: set[str] = set()
         self.removal_errors: list[Exception] = []
+        self.cancel_errors: list[Exception] = []
         self.on_spawn: Callable[[str], None] = lambda job_id: None
 
     async def spawn(self, payload: Mapping[str, Any]) -> str:
@@ -56,6 +57,8 @@ class Platform:
         return self.states[call_id]
 
     async def cancel(self, call_id: str) -> None:
+        if self.cancel_errors:
+            raise self.cancel_errors.pop()
         self.states[call_id] = CallState("cancelled")
 
     async def progress(self, job_id: str) -> Mapping[str, Any]:
@@ -194,6 +197,25 @@ def test_cancelling_reaches_the_platform(tmp_path: Path, platform: Platform) -> 
         gateway = Gateway(tmp_path / "a", platform)
         await gateway.service.engine.start()
         job_id = await gateway.create()
+        await gateway.service.engine.cancel(job_id)
+        job = await gateway.until(job_id, lambda j: not j.is_active)
+        assert (job.error or {})["code"] == "cancelled"
+        await gateway.service.close()
+
+    run(scenario())
+
+
+def test_a_cancellation_that_the_platform_did_not_take_can_be_asked_for_again(
+    tmp_path: Path, platform: Platform
+) -> None:
+    async def scenario() -> None:
+        gateway = Gateway(tmp_path / "a", platform)
+        await gateway.service.engine.start()
+        job_id = await gateway.create()
+        platform.cancel_errors = [ConnectionError("token=abc")]
+        with pytest.raises(ApiError, match="cannot cancel this job now") as refusal:
+            await gateway.service.engine.cancel(job_id)
+        assert (refusal.value.http_status, "abc" in str(refusal.value)) == (503, False)
         await gateway.service.engine.cancel(job_id)
         job = await gateway.until(job_id, lambda j: not j.is_active)
         assert (job.error or {})["code"] == "cancelled"
