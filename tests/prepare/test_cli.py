@@ -92,11 +92,12 @@ def test_help_is_not_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--schedule" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("ranks", [[], ["--ranks", "2"]], ids=["one rank", "two"])
 def test_what_no_worker_takes_is_said_when_it_is_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ranks: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_tiny_checkpoint(tmp_path / "checkpoint", "test", "diffusers", seed=1, variant="fasth3")
-    assert prepare_main([str(tmp_path / "checkpoint"), str(tmp_path / "model")]) == 0
+    assert prepare_main([str(tmp_path / "checkpoint"), str(tmp_path / "model"), *ranks]) == 0
     printed = capsys.readouterr()
     assert "warning: workers of this version refuse it" in printed.err
     assert "video sparse attention" in printed.err
