@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from loader import reader as wire
@@ -27,7 +27,9 @@ class Transport(Protocol):
         """Rung of the ladder, see `loader.ladder`."""
         ...
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Raises: InternalError: no thread here; it has released everything then, and is of no further use."""
+        ...
 
     def arena(self, index: int) -> HostArena | DeviceArena:
         """After a group of that arena is ready."""
@@ -85,6 +87,19 @@ def forgotten_error() -> InternalError:
     return InternalError("arena was given up with forget()", hint="keep components that are used again")
 
 
+def start_thread(thread: threading.Thread, release: Callable[[], None]) -> None:
+    """Start a transport's thread. Raises: InternalError: the system grants none; `release` was called then."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        release()
+        raise InternalError(
+            f"no thread to load with: {error}",
+            where=thread.name,
+            hint="raise the limit of processes and threads",
+        ) from error
+
+
 def iter_records(data: bytes) -> Iterator[Record]:
     yield from wire.RECORD.iter_unpack(data)
 
@@ -113,7 +128,12 @@ class Collector:
         self._thread = threading.Thread(target=self._run, name="coldframe-collector", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        start_thread(self._thread, self._release)
+
+    def _release(self) -> None:
+        self._link.stop()
+        self._link.close()
+        self._arenas.clear()
 
     def arena(self, index: int) -> HostArena:
         if index not in self._arenas:

@@ -196,6 +196,7 @@ class _DeviceLoad:
             self.ordinal,
             path,
             open_session,
+            link,
             self._intake,
             self.progress,
             self.rows,

@@ -113,7 +113,7 @@ def open_device_reader(
 def _begin(link: ReaderLink, begin: Callable[[ReaderLink], None]) -> ReaderLink:
     try:
         begin(link)
-    except OSError:
+    except BaseException:
         link.stop()
         link.close()
         raise

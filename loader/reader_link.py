@@ -93,7 +93,11 @@ class _Pipes:
     def __init__(self) -> None:
         self._open: set[int] = set()
         self._lock = threading.Lock()
-        self.free, self.full, self.ctl = self._make(), self._make(), self._make()
+        try:
+            self.free, self.full, self.ctl = self._make(), self._make(), self._make()
+        except OSError:
+            self.close(*self._open)
+            raise
 
     def _make(self) -> tuple[int, int]:
         ends = os.pipe()

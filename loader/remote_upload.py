@@ -16,7 +16,7 @@ from collections.abc import Callable
 from loader import reader as wire
 from loader import upload_wire as talk
 from loader.arena import DeviceArena, HostArena, import_arena
-from loader.collector import Patience, Transport, forgotten_error, iter_records
+from loader.collector import Patience, Transport, forgotten_error, iter_records, start_thread
 from loader.driver import Importer
 from loader.errors import InternalError, WorkerError
 from loader.intake import Intake
@@ -74,7 +74,7 @@ class RemoteUpload:
         return "U" if self._next is None else self._next.path
 
     def start(self) -> None:
-        self._thread.start()
+        start_thread(self._thread, self._end)
 
     def arena(self, index: int) -> HostArena | DeviceArena:
         if self._next is not None:
@@ -117,14 +117,20 @@ class RemoteUpload:
 
     def _run(self) -> None:
         try:
+            self._upload()
+        except WorkerError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - border of a thread: reported to everyone who waits
+            failure = InternalError(f"upload failed: {error!r}", where="loader.remote_upload")
+            failure.__cause__ = error
+            self._fail(failure)
+
+    def _upload(self) -> None:
+        try:
             self._receive()
             self._answer_rows()
         except _Refused as refused:
             self._next_rung(str(refused))
-        except WorkerError as error:
-            self._fail(error)
-        except Exception as error:  # noqa: BLE001 - border of a thread: reported to everyone who waits
-            self._fail(InternalError(f"upload failed: {error!r}", where="loader.remote_upload"))
 
     def _receive(self) -> None:
         """Until everything is on the device or the stream was closed."""
@@ -221,14 +227,15 @@ class RemoteUpload:
         self._progress.mark(f"path U refused: {reason}")
         self._arenas.clear()
         self._end()
+        with self._lock:
+            if self._is_closing:
+                return
+            transport = self._next = self._fall()
         try:
-            with self._lock:
-                if self._is_closing:
-                    return
-                transport = self._next = self._fall()
             transport.start()
-        except WorkerError as error:
-            self._fail(error)
+        except BaseException:
+            self._next = None  # it has released what it held
+            raise
 
     def _answer_rows(self) -> None:
         """After the load: the process ends, the reader stays for row gathers until the stream is closed."""
@@ -254,9 +261,11 @@ class RemoteUpload:
                 self._intake.handle(record)
 
     def _fail(self, error: WorkerError) -> None:
-        """Leave nothing behind, then tell everyone."""
-        self._process.stop()
-        self._link.stop()
-        self._arenas.clear()
-        self._progress.fail(error)
-        self._rows.fail(error)
+        """Leave nothing behind, then tell everyone, also if that does not succeed."""
+        try:
+            self._process.stop()
+            self._link.stop()
+            self._arenas.clear()
+        finally:
+            self._progress.fail(error)
+            self._rows.fail(error)

@@ -16,13 +16,14 @@ from collections.abc import Callable
 
 from loader import reader as wire
 from loader.arena import DeviceArena
-from loader.collector import Patience, forgotten_error, iter_records
+from loader.collector import Patience, forgotten_error, iter_records, start_thread
 from loader.device_session import DeviceSession
 from loader.driver import Driver
 from loader.errors import InternalError, WorkerError
 from loader.intake import Intake, Record
 from loader.load_plan import LoadPlan
 from loader.progress import LoadProgress, closed_error
+from loader.reader_link import ReaderLink
 from loader.row_gather import RowDesk
 from loader.slots import SlotStack
 
@@ -37,6 +38,7 @@ class Uploader:
 
     Args:
         open_session: called on its thread: it makes context, arenas and ring.
+        link: the reader that the session takes over, if one is at work already.
         make_slots: the books of a ring whose slots are all with the reader.
     """
 
@@ -46,6 +48,7 @@ class Uploader:
         ordinal: int,
         path: str,
         open_session: Callable[[], DeviceSession],
+        link: ReaderLink | None,
         intake: Intake,
         progress: LoadProgress,
         rows: RowDesk,
@@ -58,6 +61,7 @@ class Uploader:
         self._ordinal = ordinal
         self._first_path = path
         self._open_session = open_session
+        self._link = link
         self._intake = intake
         self._progress = progress
         self._rows = rows
@@ -77,7 +81,12 @@ class Uploader:
         return self._first_path if session is None else session.path
 
     def start(self) -> None:
-        self._thread.start()
+        start_thread(self._thread, self._end_reader)
+
+    def _end_reader(self) -> None:
+        if self._link is not None:
+            self._link.stop()
+            self._link.close()
 
     def arena(self, index: int) -> DeviceArena:
         arenas = self._live_session().arenas

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +195,54 @@ def test_factory_is_a_test_hook(
         pytest.raises(CapabilityError, match="uploader_driver: fault injection is not allowed"),
     ):
         stream.wait_all()
+    driver.finish()
+
+
+def no_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that falls gets no descriptors any more."""
+    pipe = os.pipe
+
+    def refuse() -> tuple[int, int]:
+        if threading.current_thread().name == "coldframe-upload":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return pipe()
+
+    monkeypatch.setattr(os, "pipe", refuse)
+
+
+def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody gets a thread to upload with."""
+    begin_thread = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "coldframe-uploader":
+            raise RuntimeError("can't start new thread")
+        begin_thread(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+@pytest.mark.parametrize(
+    ("refuse", "text", "cause"),
+    [(no_pipe, "Too many open files", OSError), (no_thread, "can't start new thread", RuntimeError)],
+)
+def test_a_fall_that_fails_is_told_to_all_who_wait(
+    prepared: Prepared,
+    manifest: Manifest,
+    monkeypatch: pytest.MonkeyPatch,
+    refuse: Callable[[pytest.MonkeyPatch], None],
+    text: str,
+    cause: type[Exception],
+) -> None:
+    refuse(monkeypatch)
+    driver = FakeDriver()
+    with begin(prepared, manifest, driver, "no_sharing") as stream:
+        request = stream.rows_async("embed/table.weight", [9])
+        with pytest.raises(InternalError, match=text) as caught:
+            stream.wait_all()
+        assert isinstance(caught.value.__cause__, cause)
+        with pytest.raises(InternalError, match=text):
+            _ = request.bytes
     driver.finish()
 
 
