@@ -12,6 +12,7 @@ import json
 import os
 import selectors
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,15 +83,17 @@ class Hub:
         self._leader = leader
         self._full, self._free, self._ctl = reader
         self._pool, self._rows, self._plan = shared
+        self._guests: set[socket.socket] = set()  # connected, and have not said who they are
         self._members: dict[int, Member] = {}
         self._left: set[int] = set()
         self._early: list[tuple[int, bytes]] = []  # (member, record) for members that have not joined
         self._slots = SlotStack(ring[0] // ring[1], keep)
         self._waiting: dict[int, int] = {}  # slot → members that have not copied it
         self._ended = ""
+        listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         for source, handler in (
-            (listener, self._admit),
+            (listener, self._accept),
             (leader, self._hear_leader),
             (self._full, self._pass_on),
         ):
@@ -99,10 +102,15 @@ class Hub:
     def run(self) -> None:
         """Until all members have left, or one of them or the reader has ended without a word."""
         while not self._is_over():
-            for key, _ in self._selector.select():
-                if not self._is_over():
-                    key.data()
+            self._listen()
         self._tell_why()
+
+    def _listen(self, timeout_s: float | None = None) -> None:
+        """One round of whoever has something to say, until all is over; `timeout_s` None = until there is someone."""
+        was_over = self._is_over()
+        for key, _ in self._selector.select(timeout_s):
+            if self._is_over() == was_over:
+                key.data()
 
     def _is_over(self) -> bool:
         return bool(self._ended) or (self._expected == 0 and not self._members)
@@ -111,42 +119,86 @@ class Hub:
         """To those who are here, and to those who come later: they would wait for a hub that is gone."""
         for member in self._members.values():
             self._say_ended(member)
-        with contextlib.suppress(TimeoutError):
-            while self._ended and self._expected:
-                self._listener.settimeout(JOIN_S)
-                number = self._admit()
-                if number is not None:
-                    self._say_ended(self._members[number])
+        self._hear_joining_only()
+        deadline = time.monotonic() + JOIN_S
+        while self._ended and self._expected and (left_s := deadline - time.monotonic()) > 0:
+            self._listen(left_s)
 
-    def _admit(self) -> int | None:
-        """The member that joined, if it was one."""
-        connection, _ = self._listener.accept()
-        connection.settimeout(JOIN_S)
-        data = connection.recv(JOIN.size, socket.MSG_WAITALL)
-        number = JOIN.unpack(data)[1] if len(data) == JOIN.size and data[:8] == MAGIC else -1
+    def _hear_joining_only(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            if key.fileobj is not self._listener and key.fileobj not in self._guests:
+                self._selector.unregister(key.fileobj)
+
+    def _accept(self) -> None:
+        """Strangers can connect as well: nobody is waited for, and other users are sent away unheard."""
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return  # it went away again
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER)
-        is_ours = peer[4:8] == os.getuid().to_bytes(4, "little")
-        is_wanted = 0 <= number < self._size and number not in self._members and number not in self._left
-        if not (is_ours and is_wanted):
+        if peer[4:8] != os.getuid().to_bytes(4, "little"):
             connection.close()
-            return None
+            return
+        connection.setblocking(False)
+        self._guests.add(connection)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear_guest(connection))
+
+    def _hear_guest(self, connection: socket.socket) -> None:
+        """A guest becomes a member by saying which, in one piece; or goes."""
+        if connection not in self._guests:
+            return  # the last member was heard in the same round
+        self._selector.unregister(connection)
+        self._guests.remove(connection)
+        try:
+            data = connection.recv(JOIN.size)
+        except OSError:
+            data = b""
+        number = JOIN.unpack(data)[1] if len(data) == JOIN.size and data[:8] == MAGIC else -1
+        is_wanted = 0 <= number < self._size and number not in self._members and number not in self._left
+        member = self._welcome(connection, number) if is_wanted else None
+        if member is None:
+            connection.close()
+        else:
+            self._admit(member)
+
+    def _welcome(self, connection: socket.socket, number: int) -> Member | None:
+        """Hand a rank its ends of everything; None: it is gone already."""
         records, slots = os.pipe(), os.pipe()
         greeting = GREETING.pack(MAGIC, number, *self._ring)
-        socket.send_fds(connection, [greeting], [self._pool, self._rows, records[0], slots[1]])
-        os.close(records[0])
-        os.close(slots[1])
-        connection.settimeout(None)
+        try:
+            socket.send_fds(connection, [greeting], [self._pool, self._rows, records[0], slots[1]])
+        except OSError:
+            os.close(records[1])
+            os.close(slots[0])
+            return None
+        finally:
+            os.close(records[0])
+            os.close(slots[1])
+        connection.setblocking(True)
+        return Member(number, connection, records[1], slots[0])
+
+    def _admit(self, member: Member) -> None:
+        self._members[member.number] = member
         self._expected -= 1
         if not self._expected:
-            self._selector.unregister(self._listener)
-            self._listener.close()
-        member = self._members[number] = Member(number, connection, records[1], slots[0])
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(member))
+            self._refuse_others()
+        if self._ended:
+            self._say_ended(member)
+            return
+        self._selector.register(member.connection, selectors.EVENT_READ, lambda: self._hear(member))
         self._selector.register(member.slots, selectors.EVENT_READ, lambda: self._take_back(member))
         early, self._early = self._early, []
         for target, record in early:
             self._deliver(target, record)
-        return number
+
+    def _refuse_others(self) -> None:
+        """All are here."""
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        for guest in self._guests:
+            self._selector.unregister(guest)
+            guest.close()
+        self._guests.clear()
 
     def _pass_on(self) -> None:
         data = os.read(self._full, wire.RECORD.size * 1024)

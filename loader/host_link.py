@@ -162,14 +162,44 @@ def receive_messages(connection: socket.socket, rest: bytes) -> tuple[list[tuple
 def join_host(address: str, member: int, timeout_s: float) -> HostLink:
     """Connect to the host's hub, which may start later than this rank.
 
-    Raises: InternalError: it did not come in time, or is not one of this program.
+    Args:
+        timeout_s: for the hub to come, and again for its answer.
+    Raises: InternalError: it did not come or answer in time, or is not one of this program.
     """
+    connection = _connect(address, timeout_s)
+    try:
+        connection.sendall(JOIN.pack(MAGIC, member))
+        data, fds, _, _ = socket.recv_fds(connection, GREETING.size, 4, socket.MSG_CMSG_CLOEXEC)
+    except OSError as error:
+        connection.close()
+        raise InternalError(
+            f"the host's first rank did not answer ({error})",
+            where="loader",
+            found=f"member {member}",
+            expected=f"within {timeout_s:g} s",
+        ) from error
+    if len(data) != GREETING.size or len(fds) != 4 or data[:8] != MAGIC:
+        for fd in fds:
+            os.close(fd)
+        connection.close()
+        raise InternalError(
+            "the host's first rank refused this rank", where="loader", found=f"member {member}"
+        )
+    connection.settimeout(None)
+    _, _, ring_bytes, slot_bytes = GREETING.unpack(data)
+    pool, rows, records, slots = fds
+    return HostLink(connection, member, (pool, rows, records, slots), (ring_bytes, slot_bytes))
+
+
+def _connect(address: str, timeout_s: float) -> socket.socket:
+    """A connection whose calls take `timeout_s` at most. Raises: InternalError: nobody listens in that time."""
     deadline = time.monotonic() + timeout_s
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(timeout_s)
         try:
             connection.connect(address)
-            break
+            return connection
         except OSError as error:
             connection.close()
             if time.monotonic() > deadline:
@@ -179,18 +209,6 @@ def join_host(address: str, member: int, timeout_s: float) -> HostLink:
                     expected=f"within {timeout_s:g} s",
                 ) from error
             time.sleep(_CONNECT_STEP_S)
-    connection.sendall(JOIN.pack(MAGIC, member))
-    data, fds, _, _ = socket.recv_fds(connection, GREETING.size, 4, socket.MSG_CMSG_CLOEXEC)
-    if len(data) != GREETING.size or len(fds) != 4 or data[:8] != MAGIC:
-        for fd in fds:
-            os.close(fd)
-        connection.close()
-        raise InternalError(
-            "the host's first rank refused this rank", where="loader", found=f"member {member}"
-        )
-    _, _, ring_bytes, slot_bytes = GREETING.unpack(data)
-    pool, rows, records, slots = fds
-    return HostLink(connection, member, (pool, rows, records, slots), (ring_bytes, slot_bytes))
 
 
 def _as_member(payload: bytes, member: int) -> bytes:
