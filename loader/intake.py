@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 from loader import reader as wire
@@ -120,11 +121,32 @@ class Intake:
                 where="storage_fault",
                 hint=f"set {wire.FAULT_VARIABLE}=1 in tests",
             )
+        if why == wire.WHY_OPEN:
+            return self._cannot_open(name, code, size, start)
         return InternalError(
             f"cannot read: {_errno_name(code)} ({os.strerror(code)})",
             where=f"{name}{self._tensors_at(number, offset)}",
             found=f"{size} bytes at offset {offset} still missing after {start} attempts",
         )
+
+    def _cannot_open(self, name: str, code: int, limit: int, attempts: int) -> WorkerError:
+        """`limit`: descriptors that the reader's process may have."""
+        problem = f"cannot open: {_errno_name(code)} ({os.strerror(code)})"
+        if code == errno.EMFILE:
+            return CapabilityError(
+                problem,
+                where=name,
+                found=f"a limit of {limit} open files (RLIMIT_NOFILE)",
+                expected=f"{len(self._wire_plan.files)} files of weights and what else the process has open",
+                hint="raise the limit of the container or with ulimit -n",
+            )
+        if code == errno.ENFILE:
+            return CapabilityError(
+                problem, where=name, hint="raise the host's limit of open files (fs.file-max)"
+            )
+        if code == errno.ENOMEM:
+            return CapabilityError(problem, where=name, hint="raise the container's memory limit")
+        return InternalError(problem, where=name, found=f"the same after {attempts} attempts")
 
     def _tensors_at(self, number: int, offset: int, size: int = 1) -> str:
         """`: name, …` of the first tensors in a range of a file."""
@@ -140,6 +162,4 @@ class Intake:
 
 
 def _errno_name(code: int) -> str:
-    import errno
-
     return errno.errorcode.get(code, f"errno {code}")

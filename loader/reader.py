@@ -52,7 +52,7 @@ NO_SLOT = 0xFFFFFFFF
 # record kinds
 HELLO, FULL, RETRY, BAD_FILE, ERROR, DONE, STATS, GATHERED, CHANGED, HASHED, CRASH, GREW = range(12)
 # meaning of `extra` in an ERROR record
-WHY_ERRNO, WHY_SHORT, WHY_EDGE, WHY_BLOCK, WHY_SIZE, WHY_FAULT = range(6)
+WHY_ERRNO, WHY_SHORT, WHY_EDGE, WHY_BLOCK, WHY_SIZE, WHY_FAULT, WHY_OPEN = range(7)
 # message kinds
 PLAN, GATHER, RELEASE, STOP = range(4)
 # modes: slots of a ring, straight into the pool, or hash only
@@ -61,6 +61,15 @@ RING, DIRECT, HASH = range(3)
 EDGES, WHOLE, AUTO = range(3)
 
 RETRY_ERRNOS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOMEM)
+# What an open says of a directory that is not what the plan was made of; anything else is the machine's or the storage's.
+NO_SUCH_FILE_ERRNOS = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EACCES,
+)
 RETRY_DELAYS_S = (0.01, 0.1, 1.0)
 FAULT_VARIABLE = "COLDFRAME_ALLOW_STORAGE_FAULT"
 _HASH_BYTES_PER_S = (
@@ -68,6 +77,7 @@ _HASH_BYTES_PER_S = (
 )
 _GROW_AFTER_S, _GROW_BELOW = 0.5, 3e9
 _MAX_READ = 16 << 20
+_OTHER_FILES = 256  # descriptors that a process needs besides, a GPU's driver with it
 # Of a chunk, for one thread: all threads fill few slots at a time, which the caches can hold.
 PART_BYTES = 4 << 20
 _PARTS_OF_A_CHUNK = 4  # as a rule
@@ -211,6 +221,7 @@ class Reader:
         free, full, ctl: descriptors, see the module's text.
         put_rows: stores gathered rows at an offset of the rows memory.
         note: keeps the text of an unforeseen error for the parent.
+        raise_limit: lets this process open more files, if it is the reader's own.
     """
 
     def __init__(
@@ -220,9 +231,10 @@ class Reader:
         ctl: int,
         put_rows: Callable[[int, memoryview], None],
         note: Callable[[str], None],
+        raise_limit: Callable[[], None] = lambda: None,
     ) -> None:
         self.free, self.full, self.ctl = free, full, ctl
-        self.put_rows, self.note = put_rows, note
+        self.put_rows, self.note, self.raise_limit = put_rows, note, raise_limit
         self.lock = threading.Lock()
         self.gate = threading.Condition(self.lock)
         self.left = 0
@@ -364,7 +376,8 @@ class Reader:
 
     def _start(self, target: Callable[..., None], *arguments: object) -> None:
         thread = threading.Thread(target=self._guard, args=(target, *arguments), daemon=True)
-        with self.lock:
+        with self.lock:  # gathers come and go for as long as the parent wants rows
+            self.threads = [t for t in self.threads if t.is_alive() or t.ident is None]
             self.threads.append(thread)
         thread.start()
 
@@ -388,10 +401,13 @@ class Reader:
     # -- files -------------------------------------------------------------------------------------------------
 
     def open_files(self) -> bool:
+        """Raises: Failure: one that is no fault of the directory."""
         bad = False
-        for index, (size, _, path) in enumerate(self.plan.files):
+        if len(self.plan.files) + _OTHER_FILES > _most_files():
+            self.raise_limit()
+        for index, (size, _, _) in enumerate(self.plan.files):
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = self.open_file(index)
             except OSError as error:
                 self.fds.append(-1)
                 self.send(BAD_FILE, index, code=error.errno or 0)
@@ -406,6 +422,22 @@ class Reader:
         if bad:
             self.fail(Failure(WHY_SIZE, 0, 0, 0, 0))
         return not bad
+
+    def open_file(self, file: int) -> int:
+        """A descriptor; a few errors are tried again. Raises: OSError: there is no such file; Failure: any other."""
+        attempts = 0
+        while True:
+            try:
+                return os.open(self.plan.files[file][2], os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                code = error.errno or errno.EIO
+                if code in NO_SUCH_FILE_ERRNOS:
+                    raise
+                if code not in RETRY_ERRNOS or attempts == len(RETRY_DELAYS_S):
+                    raise Failure(WHY_OPEN, code, file, 0, _most_files(), attempts + 1) from error
+            self.send(RETRY, file, code=code, extra=attempts + 1)
+            self.pause(RETRY_DELAYS_S[attempts])
+            attempts += 1
 
     def close_files(self) -> None:
         """For readers inside the parent; a child's files end with it."""
@@ -691,6 +723,19 @@ class Reader:
         self.send(GATHERED, request, count=len(data), start=start, end=time.monotonic_ns())
 
 
+def _most_files() -> int:
+    """How many descriptors this process may have."""
+    return os.sysconf("SC_OPEN_MAX")
+
+
+def _raise_most_files() -> None:
+    """As far as a process may by itself."""
+    import resource  # a library that most starts do without; it cannot be opened at the limit
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def _die_with_parent(parent: int) -> None:
     """SIGKILL when the spawning thread of the parent ends; checked once in case it already has.
 
@@ -739,7 +784,7 @@ def reader_of(free: int, full: int, ctl: int, rows_fd: int, plan_fd: int) -> Rea
         size = os.fstat(plan_fd).st_size
         os.pwrite(plan_fd, text.encode("utf-8", "replace")[: ERROR_BYTES - 1] + b"\0", size - ERROR_BYTES)
 
-    return Reader(free, full, ctl, put_rows, note)
+    return Reader(free, full, ctl, put_rows, note, _raise_most_files)
 
 
 def receive_plan(reader: Reader, plan_fd: int) -> Plan:
