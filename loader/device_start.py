@@ -48,10 +48,10 @@ def start_device(
     try:
         load = _DeviceLoad(plan, directory, ordinal, options, reader)
         transport = load.open_remote(process, reason) or load.open_local()
+        transport.start()
     except BaseException:
         _end(process, reader)
         raise
-    transport.start()
     return WeightStream(load.plan, f"cuda:{ordinal}", transport, load.progress, load.rows)
 
 
@@ -131,10 +131,17 @@ class _DeviceLoad:
             if reason:
                 self.progress.mark(f"path U refused: {reason}")
             return None
-        self.progress.mark(f"path U, {link.kind}: {reason}")
-        self.progress.mark(f"uploader {process.pid} started")
-        self._adopt(link)
-        driver = options.driver
+        try:
+            self.progress.mark(f"path U, {link.kind}: {reason}")
+            self.progress.mark(f"uploader {process.pid} started")
+            self._adopt(link)
+            return self._remote(process, link)
+        except BaseException:
+            _end(link)
+            raise
+
+    def _remote(self, process: UploaderProcess, link: ReaderLink) -> RemoteUpload:
+        options, driver = self.options, self.options.driver
         return RemoteUpload(
             self.plan, process, link, lambda: driver or cuda_library(), self._intake, self.progress, self.rows,
             self._patience, None if options.path else self.open_local,
@@ -153,10 +160,12 @@ class _DeviceLoad:
             process.begin(work.encode(), link.shared_fds())
             link.drop_pool()
             return link
-        except OSError as error:
+        except BaseException as error:
             ending = process.stop()
             _end(process, link)
-            raise OSError(f"{error}; uploader process: {ending}") from error
+            if isinstance(error, OSError):
+                raise OSError(f"{error}; uploader process: {ending}") from error
+            raise
 
     def _keep(self, recycles: bool) -> int:
         """Free slots that the reader should have at most; all of them where someone else decides that."""
@@ -175,11 +184,17 @@ class _DeviceLoad:
         options = self.options
         reader, self._reader = self._reader, None
         path, link, reason = open_device_reader(options, reader, self._begin)
-        self.progress.mark(f"path {path}, {link.kind if link else 'threads'}: {reason}")
-        if link is not None:
-            self._adopt(link)
+        try:
+            self.progress.mark(f"path {path}, {link.kind if link else 'threads'}: {reason}")
+            if link is not None:
+                self._adopt(link)
+            return self._uploader(path, link)
+        except BaseException:
+            _end(link)
+            raise
 
-        unpack = None
+    def _uploader(self, path: str, link: ReaderLink | None) -> Uploader:
+        options, unpack = self.options, None
         if self.plan.codec is not None:
             from loader.codec.unpack_plan import unpack_plan_of
 

@@ -20,12 +20,22 @@ from loader.upload_wire import MOST_FDS
 from loader.uploader_link import UploaderProcess, spawn_uploader
 
 
-def open_host_reader(options: StreamOptions) -> tuple[ReaderLink, str]:
-    """A reader for rung E and why it is this one. Raises: CapabilityError: what was forced is not possible."""
+def open_host_reader(options: StreamOptions, reader: ReaderLink | None) -> tuple[ReaderLink, str]:
+    """A reader for rung E and why it is this one.
+
+    Args:
+        reader: one that was spawned before the plan was known; ended if it is not what is forced.
+    Raises: CapabilityError: what was forced is not possible.
+    """
     if options.path not in (None, "E"):
         raise CapabilityError(
             "path needs a CUDA device", where="path", found=options.path, expected="E on the CPU"
         )
+    if reader is not None and options.reader in (None, reader.kind):
+        return reader, "reader was started before"
+    if reader is not None:
+        reader.stop()
+        reader.close()
     if options.reader == "threads":
         return ThreadReader(), "forced"
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,8 @@ PATHS = ("U", "A", "B", "C", "D", "E")
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
     """Everything is optional; None means: chosen by budget or by probing.
+
+    Raises: CapabilityError: a value that cannot be; names the field and what is allowed.
 
     Attributes:
         threads: reader threads.
@@ -56,26 +60,50 @@ class StreamOptions:
         _check("verify", self.verify, VERIFY_LEVELS)
         _check("path", self.path, (None, *PATHS))
         _check("reader", self.reader, (None, "child", "threads"))
-        for name in (
-            "threads",
-            "sharers",
-            "ring_bytes",
-            "slot_bytes",
-            "part_bytes",
-            "staging_slots",
-            "storage_gbps",
-            "max_load_s",
-        ):
+        for name, (least, most, unit, is_optional) in _INTEGERS.items():
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise CapabilityError("option must be positive", where=name, found=value)
-        for name in ("ring_bytes", "slot_bytes", "part_bytes"):
-            if (getattr(self, name) or 0) % 4096:
-                raise CapabilityError(
-                    "option must be a multiple of 4096", where=name, found=getattr(self, name)
-                )
+            if not ((value is None and is_optional) or _is_integer(value, least, most, unit)):
+                allowed = f"an integer from {least} to {most}"
+                allowed += f" that is a multiple of {unit}" if unit > 1 else ""
+                raise _bad_value(name, value, allowed, is_optional)
+        for name in ("storage_gbps", "max_load_s"):
+            value = getattr(self, name)
+            if not (value is None or _is_positive(value)):
+                raise _bad_value(name, value, "a finite number above 0", True)
 
 
-def _check(name: str, value: object, allowed: object) -> None:
-    if value not in allowed:  # type: ignore[operator]
-        raise CapabilityError("unknown option value", where=name, found=repr(value), expected=list(allowed))  # type: ignore[call-overload]
+_MOST_COUNT, _MOST_BYTES = 2**32 - 1, 2**63 - 1  # what the wire formats hold
+# least, most, a multiple of, whether None is allowed
+_INTEGERS: Mapping[str, tuple[int, int, int, bool]] = {
+    "threads": (1, _MOST_COUNT, 1, True),
+    "sharers": (1, _MOST_COUNT, 1, False),
+    "ring_bytes": (4096, _MOST_BYTES, 4096, True),
+    "slot_bytes": (4096, _MOST_BYTES, 4096, True),
+    "part_bytes": (4096, _MOST_COUNT, 4096, False),
+    "staging_slots": (1, _MOST_COUNT, 1, True),
+    "reserve_bytes": (0, _MOST_BYTES, 1, False),
+}
+
+
+def _is_integer(value: object, least: int, most: int, unit: int) -> bool:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return is_integer and least <= value <= most and value % unit == 0  # type: ignore[operator]
+
+
+def _is_positive(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < value < math.inf  # type: ignore[operator]
+
+
+def _bad_value(name: str, value: object, allowed: str, is_optional: bool) -> CapabilityError:
+    return CapabilityError(
+        "option is out of range",
+        where=name,
+        found=repr(value),
+        expected=f"{allowed}, or None" if is_optional else allowed,
+    )
+
+
+def _check(name: str, value: object, allowed: Iterable[str | None]) -> None:
+    if value not in list(allowed):
+        raise CapabilityError("unknown option value", where=name, found=repr(value), expected=list(allowed))

@@ -212,9 +212,29 @@ def start(
         device: "cpu", "cuda" or "cuda:N".
         reader: a reader from `spawn_reader`, if it was started before the plan was known; owned by the stream from here.
         uploader: likewise a process from `spawn_uploader` for the same device.
-    Raises: CapabilityError: unknown device or option. What fails later is raised by the stream's methods.
+    Raises: CapabilityError: unknown device, or what was forced is not possible. InternalError: the system refuses what
+        every rung needs. Nothing is left running then. What fails later is raised by the stream's methods.
     """
-    options = options or StreamOptions()
+    try:
+        return _start(plan, directory, device, options or StreamOptions(), reader, uploader)
+    except BaseException as error:
+        for owned in (uploader, reader):
+            if owned is not None:
+                owned.stop(grace_s=0.0)
+                owned.close()
+        if isinstance(error, OSError | RuntimeError):
+            raise InternalError(f"cannot start a load: {error}", where="loader.stream") from error
+        raise
+
+
+def _start(
+    plan: LoadPlan,
+    directory: Path,
+    device: str,
+    options: StreamOptions,
+    reader: ReaderLink | None,
+    uploader: UploaderProcess | None,
+) -> WeightStream:
     if device_ordinal(device) < 0:
         if uploader is not None:
             uploader.stop(grace_s=0.0)
@@ -229,9 +249,6 @@ def _start_host(
     plan: LoadPlan, directory: Path, options: StreamOptions, reader: ReaderLink | None
 ) -> WeightStream:
     if plan.codec is not None:
-        if reader is not None:
-            reader.stop()
-            reader.close()
         raise CapabilityError(
             "weights are coded for a GPU, and a CPU cannot unpack them",
             where="codec",
@@ -239,25 +256,22 @@ def _start_host(
             expected="none on a CPU",
             hint="prepare the checkpoint again with --codec none",
         )
+    link, reason = open_host_reader(options, reader)
+    try:
+        return _read_on_host(plan, directory, options, link, reason)
+    except BaseException:
+        link.stop()
+        link.close()
+        raise
+
+
+def _read_on_host(
+    plan: LoadPlan, directory: Path, options: StreamOptions, link: ReaderLink, reason: str
+) -> WeightStream:
     progress = LoadProgress(plan)
-    cpus = budget.cpu_count()
-    threads = options.threads or budget.reader_threads(budget.share_of(cpus.value, options.sharers)).value
-    link, reason = (reader, "reader was started before") if reader else open_host_reader(options)
     progress.mark(f"path E, {link.kind}: {reason}")
     bases = arena_bases(plan)
-    settings = ReadSettings(
-        mode=wire.DIRECT,
-        threads=threads,
-        verify=VERIFY_LEVELS[options.verify],
-        slot_bytes=0,
-        pool_bytes=bases[-1],
-        cpus=cpus.value,
-        most_threads=budget.most_threads(threads, options.threads, options.storage_gbps),
-        part_bytes=options.part_bytes,
-        rate=(options.storage_gbps or 0.0) * 1e9,
-        fault=options.storage_fault,
-    )
-    wire_plan = encode_plan(plan, directory, settings)
+    wire_plan = encode_plan(plan, directory, _host_settings(options, bases[-1]))
     try:
         link.begin(wire_plan.data, bases[-1])
         arenas = [
@@ -265,8 +279,6 @@ def _start_host(
             for arena, base in zip(plan.arenas, bases, strict=False)
         ]
     except OSError as error:
-        link.stop()
-        link.close()
         raise InternalError(
             f"cannot make {bases[-1]} bytes of arenas: {error}", where="loader.stream"
         ) from error
@@ -279,3 +291,20 @@ def _start_host(
     transport = Collector(link, arenas, intake, progress, rows, patience)
     transport.start()
     return WeightStream(plan, "cpu", transport, progress, rows)
+
+
+def _host_settings(options: StreamOptions, pool_bytes: int) -> ReadSettings:
+    cpus = budget.cpu_count()
+    threads = options.threads or budget.reader_threads(budget.share_of(cpus.value, options.sharers)).value
+    return ReadSettings(
+        mode=wire.DIRECT,
+        threads=threads,
+        verify=VERIFY_LEVELS[options.verify],
+        slot_bytes=0,
+        pool_bytes=pool_bytes,
+        cpus=cpus.value,
+        most_threads=budget.most_threads(threads, options.threads, options.storage_gbps),
+        part_bytes=options.part_bytes,
+        rate=(options.storage_gbps or 0.0) * 1e9,
+        fault=options.storage_fault,
+    )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from loader import upload_wire as talk
 from loader.child_process import Child, spawn_module
 from loader.devices import device_ordinal
+from loader.errors import CapabilityError
 
 _END_S = 5.0  # for a context to be torn down
 
@@ -99,8 +100,15 @@ def spawn_uploader(device: str = "cuda", driver: str = "") -> UploaderProcess:
     Raises: OSError: no child process here. CapabilityError: `device` is not a CUDA device's name.
     """
     ordinal = device_ordinal(device)
+    if ordinal < 0:
+        raise CapabilityError(
+            "an uploader needs a CUDA device",
+            where="device",
+            found=repr(device),
+            expected="cuda, cuda:<number>",
+        )
     try:
-        child, ours = spawn_module("loader.upload_process", [str(max(ordinal, 0)), driver])
+        child, ours = spawn_module("loader.upload_process", [str(ordinal), driver])
     except OSError as error:
         raise OSError(f"no uploader process: {error}") from error
-    return UploaderProcess(child, ours, max(ordinal, 0), driver)
+    return UploaderProcess(child, ours, ordinal, driver)

@@ -12,6 +12,7 @@ import torch
 from loader.load_plan import LoadPlan
 from loader.options import StreamOptions
 from loader.progress import LoadMark
+from loader.reader_link import ReaderLink
 from loader.stream import WeightStream, start
 from tests.fakes.driver import SHARED_UNIT, FakeDriver
 
@@ -28,14 +29,23 @@ class Rung:
         self.driver = FakeDriver() if self.is_device else None
         self.marks: list[Callable[[], list[LoadMark]]] = []
 
-    def start(self, plan: LoadPlan, directory: Path, **options: Any) -> WeightStream:
+    def start(
+        self, plan: LoadPlan, directory: Path, reader_link: ReaderLink | None = None, **options: Any
+    ) -> WeightStream:
         if not self.is_device:
             reader = "threads" if self.name == "E-threads" else "child"
-            return start(plan, directory, options=StreamOptions(reader=reader, **options))
+            settings = StreamOptions(reader=reader, **options)
+            return start(plan, directory, options=settings, reader=reader_link)
         settings = {"path": self.name, "ring_bytes": 2 * plan.chunk_bytes, **options}
         if self.name == "U":
             settings.setdefault("uploader_driver", "tests.fakes.remote_driver:plain")
-        stream = start(plan, directory, device="cuda", options=StreamOptions(driver=self.driver, **settings))
+        stream = start(
+            plan,
+            directory,
+            device="cuda",
+            options=StreamOptions(driver=self.driver, **settings),
+            reader=reader_link,
+        )
         self.marks.append(stream.marks)
         return stream
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -18,7 +19,9 @@ from loader.options import StreamOptions
 from loader.reader_link import spawn_reader
 from loader.stream import WeightStream, start
 from loader.torch_api import torch_dtype
+from loader.uploader_link import spawn_uploader
 from tests.loader.prepared import SMALL_ORDER, Prepared, write_prepared
+from tests.loader.rungs import Rung
 
 READERS = ["child", "threads"]
 
@@ -186,13 +189,28 @@ def test_unknown_names_are_refused(prepared: Prepared, manifest: Manifest) -> No
         ({"verify": "none"}, "verify"),
         ({"path": "F"}, "path"),
         ({"reader": "x"}, "reader"),
+        ({"verify": []}, "verify"),
         ({"threads": 0}, "threads"),
+        ({"threads": 2.5}, "threads"),
+        ({"threads": True}, "threads"),
+        ({"threads": 1 << 33}, "threads"),
+        ({"sharers": None}, "sharers"),
         ({"storage_gbps": -1.0}, "storage_gbps"),
+        ({"storage_gbps": float("inf")}, "storage_gbps"),
+        ({"storage_gbps": "1"}, "storage_gbps"),
+        ({"max_load_s": float("nan")}, "max_load_s"),
+        ({"max_load_s": float("inf")}, "max_load_s"),
         ({"ring_bytes": 1000}, "ring_bytes"),
+        ({"ring_bytes": 8192.0}, "ring_bytes"),
+        ({"slot_bytes": 1 << 63}, "slot_bytes"),
+        ({"part_bytes": 1 << 33}, "part_bytes"),
+        ({"part_bytes": 0}, "part_bytes"),
+        ({"staging_slots": 1.0}, "staging_slots"),
+        ({"reserve_bytes": -5}, "reserve_bytes"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], field: str) -> None:
-    with pytest.raises(CapabilityError, match=field):
+    with pytest.raises(CapabilityError, match=rf"^{field}: .*found .*allowed: "):
         StreamOptions(**options)
 
 
@@ -200,6 +218,89 @@ def test_bad_options_are_refused(options: dict[str, Any], field: str) -> None:
 def test_unknown_device_is_refused(prepared: Prepared, manifest: Manifest, device: str) -> None:
     with pytest.raises(CapabilityError, match="device"):
         start(plan_load(manifest, SMALL_ORDER), prepared.directory, device=device)
+
+
+# -- starts that fail: what is left is looked for by a fixture of this folder ----------------------------------------
+
+
+def test_an_unknown_device_ends_the_processes_that_were_given(prepared: Prepared, manifest: Manifest) -> None:
+    reader, uploader = spawn_reader(), spawn_uploader("cuda", "tests.fakes.remote_driver:plain")
+    with pytest.raises(CapabilityError, match="unknown device"):
+        start(
+            plan_load(manifest, SMALL_ORDER),
+            prepared.directory,
+            device="gpu",
+            reader=reader,
+            uploader=uploader,
+        )
+
+
+@pytest.mark.parametrize("path", ["U", "A"])
+def test_a_path_of_gpus_is_refused_on_the_cpu(prepared: Prepared, manifest: Manifest, path: str) -> None:
+    with pytest.raises(CapabilityError, match=f"path: path needs a CUDA device; found {path}"):
+        start(
+            plan_load(manifest, SMALL_ORDER),
+            prepared.directory,
+            options=StreamOptions(path=path),
+            reader=spawn_reader(),
+        )
+
+
+def test_a_reader_that_is_not_the_forced_one_is_replaced(prepared: Prepared, manifest: Manifest) -> None:
+    options = StreamOptions(reader="threads")
+    plan = plan_load(manifest, SMALL_ORDER)
+    with start(plan, prepared.directory, options=options, reader=spawn_reader()) as stream:
+        assert raw_bytes(stream.tensor("dit/proj.weight")) == prepared.content["dit/proj.weight"]
+        assert any(mark.name == "path E, threads: forced" for mark in stream.marks())
+
+
+@pytest.mark.parametrize("is_given", [False, True], ids=["own reader", "given reader"])
+@pytest.mark.parametrize("name", ["E", "E-threads", "B", "A", "U"])
+def test_a_start_without_a_thread_leaves_nothing(
+    prepared: Prepared, manifest: Manifest, monkeypatch: pytest.MonkeyPatch, name: str, is_given: bool
+) -> None:
+    begin_thread = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name in ("coldframe-collector", "coldframe-uploader", "coldframe-upload"):
+            raise RuntimeError("can't start new thread")
+        begin_thread(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    rung = Rung(name)
+    reader = spawn_reader() if is_given else None
+    with pytest.raises(InternalError, match="can't start new thread") as caught:
+        rung.start(plan_load(manifest, SMALL_ORDER, chunk_bytes=4096), prepared.directory, reader_link=reader)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    rung.finish()
+
+
+@pytest.mark.parametrize("name", ["E", "A", "U"])
+@pytest.mark.parametrize(
+    ("problem", "kind"), [(RuntimeError("no"), InternalError), (KeyboardInterrupt(), KeyboardInterrupt)]
+)
+def test_an_interrupted_start_leaves_nothing(
+    prepared: Prepared,
+    manifest: Manifest,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    problem: BaseException,
+    kind: type[BaseException],
+) -> None:
+    def fail(fd: int, size: int) -> None:
+        raise problem
+
+    rung = Rung(name)
+    plan = plan_load(manifest, SMALL_ORDER, chunk_bytes=4096)
+    monkeypatch.setattr(os, "ftruncate", fail)
+    with pytest.raises(kind):
+        rung.start(plan, prepared.directory)
+    rung.finish()
+
+
+def test_an_uploader_for_the_cpu_is_refused() -> None:
+    with pytest.raises(CapabilityError, match=r"device: an uploader needs a CUDA device; found 'cpu'"):
+        spawn_uploader("cpu")
 
 
 class Net(torch.nn.Module):
