@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from loader.errors import ArtifactError
@@ -53,15 +54,8 @@ def plan_files(
     names, index = _resolve(directory, files)
     headers = [read_header(directory / name, name) for name in names]
     _check_names(names, headers, index)
-    wanted = [
-        [
-            t
-            for t in header.tensors
-            if not t.name.startswith(PAD_PREFIX) and (select is None or select(t.name))
-        ]
-        for header in headers
-    ]
-    is_aligned = all(t.begin % TENSOR_ALIGN_BYTES == 0 for tensors in wanted for t in tensors)
+    wanted = [_in_use(header, select) for header in headers]
+    is_aligned = all(t.begin % TENSOR_ALIGN_BYTES == 0 for spans in wanted for span in spans for t in span)
     placed, size = _keep_layout(wanted) if is_aligned else _move(wanted)
     start = [header.data_start for header in headers]
     runs = [
@@ -147,22 +141,39 @@ def _check_names(names: Sequence[str], headers: Sequence[Header], index: Mapping
         )
 
 
-def _keep_layout(wanted: Sequence[Sequence[TensorEntry]]) -> tuple[list[_Placed], int]:
-    """The arena looks like the files' data sections, from the first to the last tensor in use."""
+def _in_use(header: Header, select: Callable[[str], bool] | None) -> list[list[TensorEntry]]:
+    """A file's selected tensors in spans that only filler interrupts."""
+    spans: list[list[TensorEntry]] = [[]]
+    for entry in header.tensors:
+        if entry.name.startswith(PAD_PREFIX):
+            continue
+        if select is None or select(entry.name):
+            spans[-1].append(entry)
+        else:
+            spans.append([])
+    return [span for span in spans if span]
+
+
+def _keep_layout(wanted: Sequence[Sequence[Sequence[TensorEntry]]]) -> tuple[list[_Placed], int]:
+    """Each span looks as in its file. The next one keeps its distance, or begins on the next page if that is closer."""
     placed, size = [], 0
-    for file, tensors in enumerate(wanted):
-        if tensors:
-            first = tensors[0].begin
-            placed += [_Placed(file, entry, size + entry.begin - first) for entry in tensors]
-            size = round_up(size + tensors[-1].end - first, PAGE_BYTES)
+    for file, spans in enumerate(wanted):
+        end = spans[0][0].begin if spans else 0  # in the file, of what is placed
+        for span in spans:
+            first = span[0].begin
+            place = min(size + first - end, round_up(size, PAGE_BYTES))
+            placed += [_Placed(file, entry, place + entry.begin - first) for entry in span]
+            end = span[-1].end
+            size = place + end - first
+        size = round_up(size, PAGE_BYTES)
     return placed, size
 
 
-def _move(wanted: Sequence[Sequence[TensorEntry]]) -> tuple[list[_Placed], int]:
+def _move(wanted: Sequence[Sequence[Sequence[TensorEntry]]]) -> tuple[list[_Placed], int]:
     """Every tensor on an aligned place of its own: a chunk becomes several copies."""
     placed, size = [], 0
-    for file, tensors in enumerate(wanted):
-        for entry in tensors:
+    for file, spans in enumerate(wanted):
+        for entry in chain.from_iterable(spans):
             placed.append(_Placed(file, entry, size))
             size = round_up(size + entry.num_bytes, TENSOR_ALIGN_BYTES)
     return placed, size

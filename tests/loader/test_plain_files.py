@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loader.errors import ArtifactError
+from loader.header import PAD_PREFIX, TensorEntry, build_header
 from loader.plain_files import plan_files
 from loader.stream import start
 from tests.loader.rungs import RUNGS, Rung, raw_bytes
@@ -92,6 +94,58 @@ def test_selection_and_groups(tmp_path: Path) -> None:
     with start(plan, tmp_path) as stream:
         assert list(stream.tensors("odd")) == ["t1", "t3"]
         assert torch.equal(stream.tensor("t4"), even_tensors()["t4"])
+
+
+def write_spans(path: Path) -> bytes:
+    """Small tensors around a MiB that nobody needs, with filler between two of them; the data section."""
+    sizes = [
+        ("a", 512),
+        ("b", 256),
+        ("big", 1 << 20),
+        ("c", 768),
+        (PAD_PREFIX + "0", 3328),
+        ("d", 256),
+        ("e", 1024),
+        ("f", 256),
+    ]
+    entries, end = [], 0
+    for name, size in sizes:
+        entries.append(TensorEntry(name, "U8", (size,), end, end + size))
+        end += size
+    data = random.Random(5).randbytes(end)
+    path.write_bytes(build_header(entries, {}) + data)
+    return data
+
+
+def test_the_arena_has_no_room_for_what_is_not_selected(tmp_path: Path) -> None:
+    """Spans begin on the next page; where that is further away than the distance in the file, they keep this."""
+    data = write_spans(tmp_path / "x.safetensors")
+    plan = plan_files(tmp_path, select=lambda name: name not in ("big", "e"))
+    places = {name: tensor.arena_offset for name, tensor in plan.tensors.items()}
+    assert places == {"a": 0, "b": 512, "c": 4096, "d": 8192, "f": 9472}
+    assert plan.arena_bytes == 12288
+    assert plan.total_bytes == 512 + 256 + 768 + 256 + 256
+    with start(plan, tmp_path) as stream:
+        found = {name: raw_bytes(tensor) for name, tensor in stream.state_dict().items()}
+    big = 768 + (1 << 20)
+    assert found == {
+        "a": data[:512],
+        "b": data[512:768],
+        "c": data[big : big + 768],
+        "d": data[big + 4096 : big + 4352],
+        "f": data[big + 5376 :],
+    }
+
+
+def test_without_a_selection_the_arena_is_the_data_section(tmp_path: Path) -> None:
+    write_spans(tmp_path / "x.safetensors")
+    plan = plan_files(tmp_path)
+    start_of_data = plan.files[0].data_start
+    assert all(t.arena_offset == t.file_offset - start_of_data for t in plan.tensors.values())
+    assert [(run.offset - start_of_data, run.bytes) for run in plan.runs] == [
+        (t.arena_offset, t.bytes) for t in plan.tensors.values()
+    ]
+    assert plan.arena_bytes == 1056768  # 1054976 bytes in pages
 
 
 def test_index_of_two_shards(tmp_path: Path) -> None:
