@@ -85,13 +85,17 @@ def assign(
     Args:
         rename: name of a tensor → name in the module.
         strict: refuse names that are missing or left over.
-    Raises: ArtifactError: lists every name that is missing, left over, or wrong in shape or dtype; nothing is assigned.
+    Raises: ArtifactError: lists every name that is missing, left over, wrong in shape or dtype, or that several tensors
+        are renamed to; nothing is assigned.
     """
     import torch
 
-    offered = {rename(name) if rename else name: tensor for name, tensor in tensors.items()}
+    sources: dict[str, list[str]] = {}
+    for name in tensors:
+        sources.setdefault(rename(name) if rename else name, []).append(name)
+    offered = {name: tensors[names[0]] for name, names in sources.items()}
     wanted = dict(module.state_dict(keep_vars=True))
-    problems = []
+    problems = [f"{name} is {' and '.join(names)}" for name, names in sources.items() if len(names) > 1]
     if strict:
         problems += [f"missing {name}" for name in wanted if name not in offered]
         problems += [f"left over {name}" for name in offered if name not in wanted]

@@ -336,6 +336,15 @@ def test_assign_lists_every_problem(prepared: Prepared, manifest: Manifest) -> N
         assert text in str(caught.value)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_assign_refuses_two_tensors_of_one_name(prepared: Prepared, manifest: Manifest, strict: bool) -> None:
+    net = torch.nn.Linear(64, 40, bias=False, device="meta", dtype=torch.bfloat16)
+    with start(plan_load(manifest, ["encoder/layers.0"]), prepared.directory) as stream:
+        with pytest.raises(ArtifactError, match=r"1: weight is layers\.0\.w and layers\.0\.b"):
+            stream.assign(net, "encoder", strict=strict, rename=lambda name: "weight")
+        assert net.weight.is_meta
+
+
 GUARD = """
 import sys, threading
 from pathlib import Path
