@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from loader.driver import InContext
+
 if TYPE_CHECKING:
     from loader.driver import Driver, Importer
 
@@ -88,10 +90,10 @@ def import_arena(
 
 
 def _free(driver: Driver, context: int, pointer: int) -> None:
-    driver.use_context(context)
-    driver.free(pointer)
+    with InContext(driver, context):
+        driver.free(pointer)
 
 
 def _unmap(importer: Importer, context: int, pointer: int, mapped: int) -> None:
-    importer.use_context(context)
-    importer.shared_free(pointer, mapped)
+    with InContext(importer, context):
+        importer.shared_free(pointer, mapped)

@@ -38,6 +38,8 @@ _ARGUMENTS = {
     "cuDevicePrimaryCtxRetain": (ctypes.POINTER(c_void_p), c_int),
     "cuCtxGetCurrent": (ctypes.POINTER(c_void_p),),
     "cuCtxSetCurrent": (c_void_p,),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (ctypes.POINTER(c_void_p),),
     "cuCtxSynchronize": (),
     "cuMemImportFromShareableHandle": (ctypes.POINTER(c_uint64), c_void_p, c_int),
     "cuMemAddressReserve": (ctypes.POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64),
@@ -113,6 +115,18 @@ class CudaLibrary:
         self._call("cuCtxGetCurrent", byref(current))
         if not current.value:
             self._call("cuCtxSetCurrent", context)
+
+    def enter_context(self, context: int) -> bool:
+        current = c_void_p()
+        self._call("cuCtxGetCurrent", byref(current))
+        if not current.value:
+            self._call("cuCtxSetCurrent", context)
+        elif current.value != context:
+            self._call("cuCtxPushCurrent_v2", context)
+        return current.value not in (None, context)
+
+    def leave_context(self) -> None:
+        self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     def shared_import(self, fd: int, mapped: int, ordinal: int) -> int:
         handle, pointer = c_uint64(), c_uint64()

@@ -1,7 +1,7 @@
 """The CUDA driver calls that the loader uses, and nothing else of CUDA. The only file that imports `cuda.bindings`.
 
 Handles are plain integers. Every return code is checked. Each thread that calls in must have a current context:
-`use_context` first. A fake with the same methods stands in for tests.
+`use_context` first, `InContext` in a thread that may work on another device. A fake with the same methods stands in for tests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,18 @@ class Driver(Protocol):
         ...
 
     def use_context(self, context: int) -> None:
-        """Make it current in this thread, unless this thread has a current context."""
+        """Make it current in this thread, unless this thread has a current context. For threads of the loader's own."""
+        ...
+
+    def enter_context(self, context: int) -> bool:
+        """`use_context` for other threads: one that is current and is not `context` goes behind it. See `InContext`.
+
+        Returns: whether it did, so that `leave_context` must follow.
+        """
+        ...
+
+    def leave_context(self) -> None:
+        """The one behind comes back."""
         ...
 
     def memory_info(self) -> tuple[int, int]:
@@ -129,11 +140,31 @@ class Importer(Protocol):
 
     def use_context(self, context: int) -> None: ...
 
+    def enter_context(self, context: int) -> bool: ...
+
+    def leave_context(self) -> None: ...
+
     def shared_import(self, fd: int, mapped: int, ordinal: int) -> int: ...
 
     def shared_free(self, pointer: int, mapped: int) -> None: ...
 
     def expose(self, arena: DeviceArena) -> object: ...
+
+
+class InContext:
+    """`with InContext(driver, context):` calls inside are made in `context`, whatever device the thread works on."""
+
+    def __init__(self, driver: Driver | Importer, context: int) -> None:
+        self._driver = driver
+        self._context = context
+        self._is_entered = False
+
+    def __enter__(self) -> None:
+        self._is_entered = self._driver.enter_context(self._context)
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_entered:
+            self._driver.leave_context()
 
 
 def require_memory(driver: Driver, ordinal: int, arenas: int, beside: int, reserve: int) -> None:
@@ -209,6 +240,17 @@ class CudaDriver:
     def use_context(self, context: int) -> None:
         if int(self._check("cuCtxGetCurrent", self._cu.cuCtxGetCurrent())) == 0:
             self._check("cuCtxSetCurrent", self._cu.cuCtxSetCurrent(self._cu.CUcontext(context)))
+
+    def enter_context(self, context: int) -> bool:
+        current = int(self._check("cuCtxGetCurrent", self._cu.cuCtxGetCurrent()))
+        if current == 0:
+            self._check("cuCtxSetCurrent", self._cu.cuCtxSetCurrent(self._cu.CUcontext(context)))
+        elif current != context:
+            self._check("cuCtxPushCurrent", self._cu.cuCtxPushCurrent(self._cu.CUcontext(context)))
+        return current not in (0, context)
+
+    def leave_context(self) -> None:
+        self._check("cuCtxPopCurrent", self._cu.cuCtxPopCurrent())
 
     def memory_info(self) -> tuple[int, int]:
         code, free, total = self._cu.cuMemGetInfo()

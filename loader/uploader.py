@@ -18,7 +18,7 @@ from loader import reader as wire
 from loader.arena import DeviceArena
 from loader.collector import Patience, forgotten_error, iter_records, start_thread
 from loader.device_session import DeviceSession
-from loader.driver import Driver
+from loader.driver import Driver, InContext
 from loader.errors import InternalError, WorkerError
 from loader.intake import Intake, Record
 from loader.load_plan import LoadPlan
@@ -103,9 +103,10 @@ class Uploader:
             session, event = self._live_session(), self._group_events.get(group)
             if event is None:  # a group without bytes
                 return
-            session.driver.use_context(session.context)
-            stream = session.driver.caller_stream(self._ordinal) if cuda_stream is None else cuda_stream
-            session.driver.stream_wait_event(stream, event)
+            driver = session.driver
+            with InContext(driver, session.context):
+                stream = driver.caller_stream(self._ordinal) if cuda_stream is None else cuda_stream
+                driver.stream_wait_event(stream, event)
 
     def close(self) -> None:
         self._progress.fail(closed_error())
@@ -303,6 +304,6 @@ class Uploader:
         self._spare_events.clear()
         self._in_flight.clear()
         if session is not None and not session.is_broken:
-            session.driver.use_context(session.context)
-            for event in events:
-                session.driver.event_destroy(event)
+            with InContext(session.driver, session.context):
+                for event in events:
+                    session.driver.event_destroy(event)

@@ -2,7 +2,7 @@
 
 Copies from pinned memory read their source at *completion*, after a random delay on the stream's own thread, so a slot
 that is reused too early gives wrong bytes. Copies from pageable memory are staged at the call, as CUDA does. Rules of use
-are checked: a context in every calling thread, no wait on or query of an event that was never recorded, no unregister
+are checked: in every calling thread the context of what is used, one for each device, no wait on or query of an event that was never recorded, no unregister
 while a copy from it is queued, everything released at the end.
 """
 
@@ -25,7 +25,7 @@ from tests.fakes.codec import FakeCodec
 if TYPE_CHECKING:
     from loader.arena import DeviceArena
 
-CONTEXT = 77
+CONTEXT = 77  # of the first device, the next numbers are those of the others
 SHARED_UNIT = 1 << 16
 
 
@@ -95,6 +95,7 @@ class FakeDriver:
         self._lock = threading.RLock()
         self._local = threading.local()
         self._numbers = itertools.count(1000)
+        self._owners: dict[int, int] = {}  # contexts of streams, events and device memory
         self._device: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self._host: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self.registered: dict[int, int] = {}
@@ -115,8 +116,18 @@ class FakeDriver:
             self.violations.append(rule)
             raise AssertionError(rule)
 
-    def _enter(self) -> None:
-        self._require(getattr(self._local, "context", 0) == CONTEXT, "a call without a current context")
+    @property
+    def current_context(self) -> int:
+        """Of the calling thread; 0 = none."""
+        stack = getattr(self._local, "contexts", [])
+        return stack[-1] if stack else 0
+
+    def _enter(self, *used: int) -> None:
+        """`used`: streams, events and device memory."""
+        current = self.current_context
+        self._require(current != 0, "a call without a current context")
+        owners = {self._owners[number] for number in used}
+        self._require(owners <= {current}, f"a call in context {current} on what is of {owners}")
         if self.is_broken:
             raise InternalError("sticky error", where="CUDA driver", found=700)
 
@@ -144,13 +155,30 @@ class FakeDriver:
         if not self._has_device:
             raise CapabilityError("no such CUDA device", where="device", found=ordinal)
         self.contexts += 1
-        return CONTEXT
+        return CONTEXT + ordinal
 
     def release_context(self, ordinal: int) -> None:
         self.contexts -= 1
 
     def use_context(self, context: int) -> None:
-        self._local.context = context
+        if not self.current_context:
+            self._local.contexts = [context]
+
+    def enter_context(self, context: int) -> bool:
+        current = self.current_context
+        self.use_context(context)
+        if current not in (0, context):
+            self._local.contexts.append(context)
+        return current not in (0, context)
+
+    def leave_context(self) -> None:
+        self._require(len(self._local.contexts) > 1, "the only context of a thread is left")
+        self._local.contexts.pop()
+
+    def _own(self, number: int) -> int:
+        """What was just made is of the calling thread's context."""
+        self._owners[number] = self.current_context
+        return number
 
     def memory_used(self) -> int:
         return sum(map(len, self._device.values()))
@@ -164,10 +192,10 @@ class FakeDriver:
         memory = ctypes.create_string_buffer(b"\xa5" * size, size)
         with self._lock:
             self._device[ctypes.addressof(memory)] = memory
-        return ctypes.addressof(memory)
+        return self._own(ctypes.addressof(memory))
 
     def free(self, pointer: int) -> None:
-        self._enter()
+        self._enter(pointer)
         with self._lock:
             del self._device[pointer]
 
@@ -192,10 +220,10 @@ class FakeDriver:
         memory = (ctypes.c_char * mapped).from_buffer(mmap.mmap(fd, mapped))
         with self._lock:
             self._device[ctypes.addressof(memory)] = memory
-        return ctypes.addressof(memory)
+        return self._own(ctypes.addressof(memory))
 
     def shared_free(self, pointer: int, mapped: int) -> None:
-        self._enter()
+        self._enter(pointer)
         with self._lock:
             self._require(len(self._device.pop(pointer)) == mapped, "unmapped with another size")
 
@@ -238,18 +266,18 @@ class FakeDriver:
         self._enter()
         number = next(self._numbers)
         self._streams[number] = _Stream(f"stream-{number}")
-        return number
+        return self._own(number)
 
     def stream_destroy(self, stream: int) -> None:
-        self._enter()
+        self._enter(stream)
         self._streams.pop(stream).end()
 
     def stream_synchronize(self, stream: int) -> None:
-        self._enter()
+        self._enter(stream)
         self._streams[stream].synchronize()
 
     def copy_async(self, target: int, source: int, size: int, stream: int) -> None:
-        self._enter()
+        self._enter(stream)
         self._require(self.is_device_range(target, size), "copy outside device memory")
         with self._lock:
             self.copies += 1
@@ -276,7 +304,7 @@ class FakeDriver:
         return any(a <= source and source + size <= a + n for a, n in ranges)
 
     def copy_back_async(self, target: int, source: int, size: int, stream: int) -> None:
-        self._enter()
+        self._enter(stream)
         self._require(self.is_device_range(source, size), "copy from outside device memory")
         self._streams[stream].queue.put(lambda: ctypes.memmove(target, source, size))
 
@@ -285,7 +313,7 @@ class FakeDriver:
 
     def enqueue(self, stream: int, operation: Callable[[], object]) -> None:
         """For libraries on top of the driver: done in order on a stream, after a random delay."""
-        self._enter()
+        self._enter(stream)
         with self._lock:
             delay = self._random.random() * self._max_delay_s
 
@@ -305,25 +333,25 @@ class FakeDriver:
         self._enter()
         number = next(self._numbers)
         self._events[number] = _Event()
-        return number
+        return self._own(number)
 
     def event_destroy(self, event: int) -> None:
-        self._enter()
+        self._enter(event)
         del self._events[event]
 
     def event_record(self, event: int, stream: int) -> None:
-        self._enter()
+        self._enter(event, stream)
         entry = self._events[event]
         entry.is_recorded, entry.done = True, threading.Event()
         self._streams[stream].queue.put(entry.done.set)
 
     def event_query(self, event: int) -> bool:
-        self._enter()
+        self._enter(event)
         self._require(self._events[event].is_recorded, "query of an event that was never recorded")
         return self._events[event].done.is_set()
 
     def stream_wait_event(self, stream: int, event: int) -> None:
-        self._enter()
+        self._enter(event)  # a caller's default stream is that of the current context
         entry = self._events[event]
         self._require(entry.is_recorded, "wait on an event that was never recorded")
         done = entry.done
