@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,14 +78,10 @@ def memory_headroom(root: Path = Path("/")) -> Choice:
         here = _memory_limit(folder)
         if here >= limit:
             continue
-        stat = _stat(folder)
-        file = stat.get("file", stat.get("total_cache", stat.get("cache", 0)))
-        shmem = stat.get("shmem", stat.get("total_shmem", 0))
+        cache = _page_cache(_stat(folder))
         charged = _number(folder / "memory.current", _number(folder / "memory.usage_in_bytes", 0))
-        limit, left = here, min(available, here - (charged - (file - shmem)))
-        reason = (
-            f"limit {here // MIB} MiB, {charged // MIB} charged, {(file - shmem) // MIB} of it page cache"
-        )
+        limit, left = here, min(available, here - (charged - cache))
+        reason = f"limit {here // MIB} MiB, {charged // MIB} charged, {cache // MIB} of it page cache"
     return Choice(max(0, left), reason)
 
 
@@ -189,6 +186,14 @@ def _stat(folder: Path) -> dict[str, int]:
     except OSError:
         return {}
     return {name: int(value) for name, _, value in (line.partition(" ") for line in lines)}
+
+
+def _page_cache(stat: Mapping[str, int]) -> int:
+    """Of files. Shared memory is counted with it and cannot be dropped; totals are those of a group and all below it."""
+    for cache, shared in (("file", "shmem"), ("total_cache", "total_shmem"), ("cache", "shmem")):
+        if cache in stat:
+            return stat[cache] - stat.get(shared, 0)
+    return 0
 
 
 def _meminfo(root: Path) -> tuple[int, int]:

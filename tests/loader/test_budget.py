@@ -85,6 +85,31 @@ def test_page_cache_is_headroom_and_shared_memory_is_not(tmp_path: Path) -> None
     assert "limit 16384 MiB" in choice.reason
 
 
+@pytest.mark.parametrize(
+    ("stat", "cache"),
+    [
+        ({"cache": 2, "shmem": 1, "total_cache": 6, "total_shmem": 4}, 2),
+        ({"cache": 6, "shmem": 4}, 2),
+        ({"rss": 3}, 0),
+    ],
+    ids=["hierarchy", "own", "unknown"],
+)
+def test_page_cache_of_cgroup_1_is_that_of_the_whole_group(
+    tmp_path: Path, stat: dict[str, int], cache: int
+) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/meminfo": meminfo(512 * GIB, 400 * GIB),
+            "proc/self/cgroup": "3:memory:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": str(16 * GIB),
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": str(9 * GIB),
+            "sys/fs/cgroup/memory/memory.stat": "".join(f"{n} {v * GIB}\n" for n, v in stat.items()),
+        },
+    )
+    assert memory_headroom(root).value == (16 - 9 + cache) * GIB
+
+
 def test_the_smallest_limit_on_the_path_counts(tmp_path: Path) -> None:
     root = tree(
         tmp_path,
