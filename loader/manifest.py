@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from loader.errors import ArtifactError
 from loader.fields import Fields
 from loader.header import DTYPE_BYTES, PAGE_BYTES, TENSOR_ALIGN_BYTES, round_up, tensor_bytes
-from loader.strict_json import load_json
+from loader.strict_json import is_path_text, load_json
 
 if TYPE_CHECKING:
     from loader.codec.records import CodecRecord, CodedRecord
@@ -304,7 +304,9 @@ def _check_paths(paths: list[str], directory: Path) -> None:
     root = os.path.realpath(directory)
     for path in paths:
         parts = path.split("/")
-        if "\\" in path or "\0" in path or not all(part.strip(". ") for part in parts):
+        if not is_path_text(path):
+            raise ArtifactError("path is no text that names a file", where=MANIFEST_NAME, found=repr(path))
+        if "\\" in path or not all(part.strip(". ") for part in parts):
             raise ArtifactError(
                 "path is absolute or points outside the directory",
                 where=MANIFEST_NAME,

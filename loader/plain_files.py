@@ -19,7 +19,7 @@ from loader.header import (
 )
 from loader.load_plan import LoadPlan, PlanArena, PlanFile, PlanGroup, PlanTensor, Run, recut
 from loader.manifest import CHUNK_BYTES
-from loader.strict_json import load_json
+from loader.strict_json import is_path_text, load_json
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _MAX_SHOWN = 5
@@ -105,10 +105,13 @@ def _read_index(path: Path) -> Mapping[str, str]:
     table = load_json(data, f"{path.name}: index").get("weight_map")
     if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
         raise ArtifactError("weight_map must map tensor names to file names", where=path.name)
-    for value in table.values():
+    for name, value in table.items():
+        where = f"{path.name}: weight_map: {name!r}"
+        if not is_path_text(value):
+            raise ArtifactError("path is no text that names a file", where=where, found=repr(value))
         if value.startswith("/") or ".." in value.split("/"):
             raise ArtifactError(
-                "path is absolute or points outside the directory", where=path.name, found=repr(value)
+                "path is absolute or points outside the directory", where=where, found=repr(value)
             )
     return table
 

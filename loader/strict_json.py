@@ -35,6 +35,15 @@ def load_json(data: bytes, where: str) -> dict[str, object]:
     return value
 
 
+def is_path_text(text: str) -> bool:
+    """Whether a system can be asked for it: JSON strings may hold NUL and halves of surrogate pairs."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text
+
+
 def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
     table = dict(pairs)
     if len(table) != len(pairs):

@@ -136,6 +136,16 @@ DAMAGE: dict[str, tuple[Callable[[Any], None], str]] = {
 }
 
 
+@pytest.mark.parametrize("path", ["weights/\ud800.x", "weights/\udc80", "weights/a\0b"])
+def test_a_path_that_is_no_text_is_refused(shared: Prepared, path: str) -> None:
+    """As another writer's JSON may escape it."""
+    manifest = copy.deepcopy(shared.manifest)
+    _set("files", 0, "path", value=path)(manifest)
+    with pytest.raises(ArtifactError) as caught:
+        parse_manifest(json.dumps(manifest).encode(), shared.directory, "")
+    assert str(caught.value) == f"manifest.json: path is no text that names a file; found {path!r}"
+
+
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_refused_and_named(shared: Prepared, name: str) -> None:
     change, message = DAMAGE[name]

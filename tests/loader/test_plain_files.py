@@ -171,6 +171,16 @@ def test_bad_trees_are_refused(case_id: str) -> None:
     assert any(word.lower() in str(caught.value).lower() for word in words)
 
 
+@pytest.mark.parametrize("name", ["x\0y.safetensors", "\ud800.safetensors", "/x", "../x"])
+def test_bad_paths_in_an_index_are_named_with_their_entry(tmp_path: Path, name: str) -> None:
+    index = {"weight_map": {"good": "a.safetensors", "bad": name}}
+    (tmp_path / "m.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ArtifactError) as caught:
+        plan_files(tmp_path)
+    assert caught.value.where == "m.safetensors.index.json: weight_map: 'bad'"
+    assert caught.value.found == repr(name)
+
+
 @pytest.mark.parametrize("kind", [Path, str])
 def test_good_tree_is_loaded(kind: type) -> None:
     directory = kind(INPUTS / CASES["T01"]["file"])
