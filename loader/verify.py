@@ -21,7 +21,7 @@ from loader.intake import Intake
 from loader.load_plan import LoadPlan, PlanGroup, Run, recut
 from loader.plan_wire import ReadSettings, encode_plan
 from loader.progress import LoadMark, LoadProgress
-from loader.reader_link import spawn_reader
+from loader.reader_link import ChildReader, spawn_reader
 from loader.row_gather import RowDesk
 
 _NICE = 19
@@ -65,7 +65,7 @@ def start_rehash(
 
     Args:
         on_failure: called once, on the collector's thread, with what went wrong.
-    Raises: CapabilityError: no child process here; OSError never.
+    Raises: CapabilityError: no child process here, or files without digests; OSError never.
     """
     blocks = _block_plan(plan)
     settings = ReadSettings(
@@ -82,10 +82,9 @@ def start_rehash(
     rows = RowDesk(wire_plan)
     intake = Intake(blocks._replace(tensors=plan.tensors, tables=plan.tables), wire_plan, progress, rows)
     try:
-        link = spawn_reader(nice=_NICE)
+        link = _begin(wire_plan.data)
     except OSError as error:
         raise CapabilityError(f"no background verification: {error}", where="verify") from error
-    link.begin(wire_plan.data, 0)
     intake.use(link)
     rows.use(link)
     collector = Collector(link, [], intake, progress, rows, Patience(progress, blocks.total_bytes, None))
@@ -93,10 +92,29 @@ def start_rehash(
     return Rehash(collector, progress)
 
 
+def _begin(plan: bytes) -> ChildReader:
+    """A reader at work. Raises: OSError: none is possible here."""
+    link = spawn_reader(nice=_NICE)
+    try:
+        link.begin(plan, 0)
+    except BaseException:
+        link.stop()
+        link.close()
+        raise
+    return link
+
+
 def _block_plan(plan: LoadPlan) -> LoadPlan:
-    """One chunk per digest block of every file in use that has digests; one group per file."""
+    """One chunk per digest block of every file in use; one group per file. Raises: CapabilityError: one has no digests."""
     used = sorted({chunk.file for chunk in plan.chunks} | {table.file for table in plan.tables.values()})
-    used = [index for index in used if plan.files[index].digest_bytes]
+    without = [plan.files[index].path for index in used if not plan.files[index].digest_bytes]
+    if without:
+        raise CapabilityError(
+            "files have no digests to compare with",
+            where="verify",
+            found=", ".join(without),
+            hint="prepare the checkpoint: only manifests have digests",
+        )
     runs, groups = [], []
     for index in used:
         file = plan.files[index]

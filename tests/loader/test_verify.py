@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from loader.errors import ArtifactError, WorkerError
+from loader.errors import ArtifactError, CapabilityError, WorkerError
 from loader.load_plan import plan_load
 from loader.manifest import Manifest, read_manifest
 from loader.plain_files import plan_files
@@ -61,8 +63,18 @@ def test_closing_early_is_not_reported_as_damage(prepared: Prepared, manifest: M
     assert told == []
 
 
-def test_files_without_digests_have_nothing_to_hash(prepared: Prepared) -> None:
-    rehash = start_rehash(plan_files(prepared.directory / "weights"), prepared.directory / "weights")
-    rehash.wait()
-    assert rehash.is_complete
-    rehash.close()
+def test_files_without_digests_are_refused(prepared: Prepared) -> None:
+    weights = prepared.directory / "weights"
+    with pytest.raises(CapabilityError, match=r"verify: files have no digests.*dit-0\.safetensors.*embed-0"):
+        start_rehash(plan_files(weights), weights)
+
+
+def test_a_pass_that_cannot_begin_leaves_nothing(
+    prepared: Prepared, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int, size: int) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(os, "ftruncate", fail)
+    with pytest.raises(CapabilityError, match=r"no background verification.*File too large"):
+        start_rehash(plan_load(manifest, SMALL_ORDER), prepared.directory)
