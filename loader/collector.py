@@ -104,8 +104,16 @@ def iter_records(data: bytes) -> Iterator[Record]:
     yield from wire.RECORD.iter_unpack(data)
 
 
+class _Refused(Exception):
+    """The reader's process does not run here."""
+
+
 class Collector:
-    """Reads records until the reader ends; then fails or has been closed. Owns the link."""
+    """Reads records until the reader ends; then fails or has been closed. Owns the link.
+
+    Args:
+        fall: makes another reader and its arenas, for a process that ends before its first word; None = there is none.
+    """
 
     path = "E"
 
@@ -117,7 +125,13 @@ class Collector:
         progress: LoadProgress,
         rows: RowDesk,
         patience: Patience,
+        fall: Callable[[str], tuple[ReaderLink, list[HostArena]]] | None = None,
     ) -> None:
+        self._fall = fall
+        self._lock = threading.Lock()
+        self._is_settled = (
+            threading.Event()
+        )  # the reader has spoken, so that these arenas are the ones it fills
         self._link = link
         self._arenas: dict[int, HostArena] = dict(enumerate(arenas))
         self._intake = intake
@@ -144,12 +158,13 @@ class Collector:
         self._arenas.pop(index, None)
 
     def order_after(self, group: int, cuda_stream: int | None) -> None:
-        return None
+        self._is_settled.wait()  # only a group without bytes comes before
 
     def close(self) -> None:
-        self._is_closing = True
         self._progress.fail(closed_error())
         self._rows.fail(closed_error())
+        with self._lock:
+            self._is_closing = True
         self._link.stop()
         self._thread.join()
         self._link.close()
@@ -157,11 +172,29 @@ class Collector:
 
     def _run(self) -> None:
         try:
-            self._collect()
+            try:
+                self._collect()
+            except _Refused as refused:
+                self._next_reader(str(refused))
         except WorkerError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - border of a thread: reported to everyone who waits
-            self._fail(InternalError(f"collector failed: {error!r}", where="loader.collector"))
+            failure = InternalError(f"collector failed: {error!r}", where="loader.collector")
+            failure.__cause__ = error
+            self._fail(failure)
+        finally:
+            self._is_settled.set()
+
+    def _next_reader(self, reason: str) -> None:
+        assert self._fall is not None, "a forced reader does not fall"
+        with self._lock:
+            if self._is_closing:
+                return
+            self._link.close()
+            self._link, arenas = self._fall(reason)
+            self._arenas = dict(enumerate(arenas))
+            self._fall = None
+        self._collect()
 
     def _collect(self) -> None:
         poll = select.poll()
@@ -174,6 +207,7 @@ class Collector:
             data = self._link.read_records()
             if not data:
                 return self._at_end()
+            self._is_settled.set()
             for record in iter_records(data):
                 if record[0] in (wire.FULL, wire.HASHED):
                     self._arrived(record)
@@ -189,6 +223,9 @@ class Collector:
     def _at_end(self) -> None:
         if self._is_closing:
             return
+        if self._fall is not None and not self._is_settled.is_set():
+            ending = self._link.stop(grace_s=1.0, drain=True)
+            raise _Refused(f"no reader process: it ended before its first word: {ending}")
         error = self._intake.reader_gone()
         if not self._intake.is_done:
             raise error

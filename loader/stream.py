@@ -8,22 +8,18 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING
 
-from loader import budget, torch_api
 from loader import reader as wire
-from loader.arena import HostArena
-from loader.collector import Collector, Patience, Transport
+from loader import torch_api
 from loader.devices import device_ordinal
-from loader.errors import CapabilityError, InternalError
-from loader.intake import Intake
-from loader.ladder import open_host_reader
+from loader.errors import InternalError
 from loader.load_plan import LoadPlan
 from loader.options import StreamOptions
-from loader.plan_wire import VERIFY_LEVELS, ReadSettings, arena_bases, encode_plan
 from loader.progress import LoadMark, LoadProgress
-from loader.reader_link import ReaderLink
 from loader.row_gather import RowDesk, RowRequest
 
 if TYPE_CHECKING:
+    from loader.collector import Transport
+    from loader.reader_link import ReaderLink
     from loader.torch_api import Module, Tensor
     from loader.uploader_link import UploaderProcess
 
@@ -239,72 +235,9 @@ def _start(
         if uploader is not None:
             uploader.stop(grace_s=0.0)
             uploader.close()
-        return _start_host(plan, directory, options, reader)
+        from loader.cpu_start import start_cpu
+
+        return start_cpu(plan, directory, options, reader)
     from loader.device_start import start_device
 
     return start_device(plan, directory, device, options, reader, uploader)
-
-
-def _start_host(
-    plan: LoadPlan, directory: Path, options: StreamOptions, reader: ReaderLink | None
-) -> WeightStream:
-    if plan.codec is not None:
-        raise CapabilityError(
-            "weights are coded for a GPU, and a CPU cannot unpack them",
-            where="codec",
-            found=plan.codec.name,
-            expected="none on a CPU",
-            hint="prepare the checkpoint again with --codec none",
-        )
-    link, reason = open_host_reader(options, reader)
-    try:
-        return _read_on_host(plan, directory, options, link, reason)
-    except BaseException:
-        link.stop()
-        link.close()
-        raise
-
-
-def _read_on_host(
-    plan: LoadPlan, directory: Path, options: StreamOptions, link: ReaderLink, reason: str
-) -> WeightStream:
-    progress = LoadProgress(plan)
-    progress.mark(f"path E, {link.kind}: {reason}")
-    bases = arena_bases(plan)
-    wire_plan = encode_plan(plan, directory, _host_settings(options, bases[-1]))
-    try:
-        link.begin(wire_plan.data, bases[-1])
-        arenas = [
-            HostArena(arena.name, link.map_pool(base, arena.bytes))
-            for arena, base in zip(plan.arenas, bases, strict=False)
-        ]
-    except OSError as error:
-        raise InternalError(
-            f"cannot make {bases[-1]} bytes of arenas: {error}", where="loader.stream"
-        ) from error
-    link.drop_pool()
-    rows = RowDesk(wire_plan)
-    intake = Intake(plan, wire_plan, progress, rows)
-    rows.use(link)
-    intake.use(link)
-    patience = Patience(progress, plan.total_bytes, options.max_load_s)
-    transport = Collector(link, arenas, intake, progress, rows, patience)
-    transport.start()
-    return WeightStream(plan, "cpu", transport, progress, rows)
-
-
-def _host_settings(options: StreamOptions, pool_bytes: int) -> ReadSettings:
-    cpus = budget.cpu_count()
-    threads = options.threads or budget.reader_threads(budget.share_of(cpus.value, options.sharers)).value
-    return ReadSettings(
-        mode=wire.DIRECT,
-        threads=threads,
-        verify=VERIFY_LEVELS[options.verify],
-        slot_bytes=0,
-        pool_bytes=pool_bytes,
-        cpus=cpus.value,
-        most_threads=budget.most_threads(threads, options.threads, options.storage_gbps),
-        part_bytes=options.part_bytes,
-        rate=(options.storage_gbps or 0.0) * 1e9,
-        fault=options.storage_fault,
-    )

@@ -167,7 +167,8 @@ class WorkerStart:
 
         Importing an extension module waits for the dynamic linker's lock, which that mapping holds for long.
         """
-        for name in _LOADING_MODULES + (("loader.device_start",) if self.device == "cuda" else ()):
+        wiring = "loader.device_start" if self.device == "cuda" else "loader.cpu_start"
+        for name in (*_LOADING_MODULES, wiring):
             importlib.import_module(name)
 
     def manifest(self, results: Results) -> Manifest:

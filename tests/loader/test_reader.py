@@ -194,6 +194,8 @@ def test_reader_killed_from_outside(prepared: Prepared, manifest: Manifest, chun
     reader = spawn_reader()
     options = StreamOptions(storage_fault=f"stall@{chunk}:30", threads=1)
     with start(plan, prepared.directory, options=options, reader=reader) as stream:
+        while not any(mark.name == f"reader {reader.pid} up" for mark in stream.marks()):
+            os.sched_yield()  # one that never came up is replaced by threads
         if chunk:
             first = plan.groups[0]
             if chunk > max(first.chunks):
