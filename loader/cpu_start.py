@@ -51,22 +51,21 @@ class _CpuLoad:
         self._intake = Intake(plan, self._wire_plan, self.progress, self.rows)
 
     def open(self, reader: ReaderLink | None) -> Collector:
-        """Raises: InternalError: no memory for the arenas; CapabilityError: what was forced is not possible."""
+        """Raises: InternalError: no memory for a forced reader's arenas; CapabilityError: what was forced is not possible;
+        OSError: not even threads of this process have what they need.
+        """
         options = self._options
         link, reason = open_host_reader(options, reader)
         fall = self.fall if link.kind == "child" and options.reader is None else None
         try:
-            try:
-                arenas = self._begin(link, reason)
-            except OSError as error:
-                if fall is None:
-                    raise
-                link, arenas = fall(str(error))
-                fall = None
+            arenas = self._begin(link, reason)
         except OSError as error:
-            raise InternalError(
-                f"cannot make {self._bases[-1]} bytes of arenas: {error}", where="loader.stream"
-            ) from error
+            if fall is None:
+                raise InternalError(
+                    f"cannot make {self._bases[-1]} bytes of arenas: {error}", where="loader.stream"
+                ) from error
+            link, arenas = fall(str(error))
+            fall = None
         patience = Patience(self.progress, self._plan.total_bytes, options.max_load_s)
         return Collector(link, arenas, self._intake, self.progress, self.rows, patience, fall)
 
