@@ -407,14 +407,13 @@ class Reader:
             self.raise_limit()
         for index, (size, _, _) in enumerate(self.plan.files):
             try:
-                fd = self.open_file(index)
+                fd, stat = self.open_file(index)
             except OSError as error:
                 self.fds.append(-1)
                 self.send(BAD_FILE, index, code=error.errno or 0)
                 bad = True
                 continue
             self.fds.append(fd)
-            stat = os.fstat(fd)
             self.stats.append((stat.st_size, stat.st_ino, stat.st_mtime_ns))
             if stat.st_size != size:
                 self.send(BAD_FILE, index, count=stat.st_size)
@@ -423,12 +422,12 @@ class Reader:
             self.fail(Failure(WHY_SIZE, 0, 0, 0, 0))
         return not bad
 
-    def open_file(self, file: int) -> int:
-        """A descriptor; a few errors are tried again. Raises: OSError: there is no such file; Failure: any other."""
+    def open_file(self, file: int) -> tuple[int, os.stat_result]:
+        """A few errors are tried again. Raises: OSError: there is no such file; Failure: any other."""
         attempts = 0
         while True:
             try:
-                return os.open(self.plan.files[file][2], os.O_RDONLY | os.O_CLOEXEC)
+                return _open(self.plan.files[file][2])
             except OSError as error:
                 code = error.errno or errno.EIO
                 if code in NO_SUCH_FILE_ERRNOS:
@@ -721,6 +720,16 @@ class Reader:
             )
         self.put_rows(place, data)
         self.send(GATHERED, request, count=len(data), start=start, end=time.monotonic_ns())
+
+
+def _open(path: bytes) -> tuple[int, os.stat_result]:
+    """A descriptor, and what it is of."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return fd, os.fstat(fd)
+    except OSError:
+        os.close(fd)
+        raise
 
 
 def _most_files() -> int:

@@ -60,17 +60,28 @@ def test_a_limit_that_may_not_be_raised_is_named(many_files: Path, few_descripto
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, code: int, times: int) -> None:
-    """The first opens of weights fail."""
+    """The first opens of weights fail, each second one only when it is asked what was opened."""
     left = [times]
-    system_open = os.open
+    stale: list[int] = []
+    system_open, system_fstat = os.open, os.fstat
 
     def fail(path: str | bytes, flags: int, *arguments: int) -> int:
-        if isinstance(path, bytes) and path.endswith(b".safetensors") and left[0]:
-            left[0] -= 1
+        is_refused = isinstance(path, bytes) and path.endswith(b".safetensors") and left[0]
+        left[0] -= 1 if is_refused else 0
+        if is_refused and left[0] % 2:
             raise OSError(code, os.strerror(code))
-        return system_open(path, flags, *arguments)
+        fd = system_open(path, flags, *arguments)
+        stale.extend([fd] if is_refused else [])
+        return fd
+
+    def fail_late(fd: int) -> os.stat_result:
+        if fd in stale:
+            stale.remove(fd)
+            raise OSError(code, os.strerror(code))
+        return system_fstat(fd)
 
     monkeypatch.setattr(os, "open", fail)
+    monkeypatch.setattr(os, "fstat", fail_late)
     monkeypatch.setattr(wire, "RETRY_DELAYS_S", (0.0, 0.0, 0.0))
 
 
