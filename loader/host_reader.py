@@ -44,19 +44,19 @@ class HostReader:
         self._hub = hub or spawn_hub()
         try:
             self._reader = reader or spawn_reader()
-        except OSError:
+        except BaseException:
             self._hub.stop()
             raise
+        self._thread = threading.Thread(target=self._watch, name="coldframe-host-reader", daemon=True)
         try:
             self._start(shared, directory, options)
-        except OSError:
+            self._reader.close()  # the hub has it all; its process is still ours to end
+            self._thread.start()
+        except BaseException:
             self._hub.stop()
             self._reader.stop()
             self._reader.close()
             raise
-        self._reader.close()  # the hub has it all; its process is still ours to end
-        self._thread = threading.Thread(target=self._watch, name="coldframe-host-reader", daemon=True)
-        self._thread.start()
 
     def wait_closed(self, timeout_s: float | None = None) -> bool:
         """Until all members have left and hub and reader have ended; whether that is so."""

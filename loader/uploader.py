@@ -146,7 +146,9 @@ class Uploader:
         except WorkerError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - border of a thread: reported to everyone who waits
-            self._fail(InternalError(f"uploader failed: {error!r}", where="loader.uploader"))
+            failure = InternalError(f"uploader failed: {error!r}", where="loader.uploader")
+            failure.__cause__ = error
+            self._fail(failure)
         finally:
             if sys.getswitchinterval() < interval:
                 sys.setswitchinterval(interval)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -260,3 +261,15 @@ def test_ranks_that_may_pin_little_leave_each_other_slots(tmp_path: Path, path: 
     for stream in streams:
         stream.close()
     host.finish()
+
+
+def test_a_thread_that_cannot_be_had_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    write_prepared(tmp_path / "m")
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        Host(tmp_path / "m", [SMALL_ORDER])
