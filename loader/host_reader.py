@@ -58,6 +58,11 @@ class HostReader:
             self._reader.close()
             raise
 
+    def stop(self) -> None:
+        """End hub and reader now, whoever still wants from them. May be called again."""
+        self._hub.stop()
+        self._reader.stop()
+
     def wait_closed(self, timeout_s: float | None = None) -> bool:
         """Until all members have left and hub and reader have ended; whether that is so."""
         self._thread.join(timeout_s)

@@ -118,7 +118,10 @@ _PRESETS = {
     "libx264": (
         "ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow", "placebo",
     ),
-    "h264_nvenc": ("default", "slow", "medium", "fast", "hp", "hq", "p1", "p2", "p3", "p4", "p5", "p6", "p7"),
+    "h264_nvenc": (
+        "default", "slow", "medium", "fast", "hp", "hq", "bd", "ll", "llhq", "llhp", "lossless", "losslesshp",
+        "p1", "p2", "p3", "p4", "p5", "p6", "p7",
+    ),
 }  # fmt: skip
 
 
@@ -188,7 +191,7 @@ def _check_range(name: str, value: float) -> None:
 
 def _check_list(name: str, value: str) -> None:
     words, items = LISTS[name]
-    unknown = [item.strip() for item in value.split(",") if item.strip() not in items]
+    unknown = [item for item in map(str.strip, value.split(",")) if item and item not in items]
     if value not in words and unknown:
         raise ValueError(
             f"{name}={value!r}: {', '.join(map(repr, unknown))} is unknown; allowed: {', '.join(words)}, "

@@ -82,17 +82,15 @@ class Graph:
         An interrupt of the caller, and a thread that is not to be had, are failures like a node's.
         """
         names = dict.fromkeys(node.thread for node in self._nodes if node.thread != MAIN)
-        started: list[threading.Thread] = []
+        threads = [threading.Thread(target=self._run_thread, args=(name,), name=name) for name in names]
         try:
-            for name in names:
-                thread = threading.Thread(target=self._run_thread, args=(name,), name=name)
+            for thread in threads:
                 thread.start()
-                started.append(thread)
             self._run_thread(MAIN)
-            _join(started)
+            _join(threads)
         except BaseException as error:  # noqa: BLE001 (a border: the cause is kept and raised below)
             self._fail(error)
-            _join(started)
+            _join(threads)
         if self._cause is not None:
             raise self._cause
         return self._results
@@ -137,8 +135,13 @@ class Graph:
 
 
 def _join(threads: Sequence[threading.Thread]) -> None:
+    """Those that run, and one whose start was interrupted: it will run, but cannot be joined yet."""
     for thread in threads:
-        thread.join()
+        while thread in threading.enumerate():
+            if thread.is_alive():
+                thread.join()
+            else:
+                time.sleep(0.001)
 
 
 def _check_order(nodes: Sequence[Node]) -> None:

@@ -135,7 +135,7 @@ def _control_group(guard: Guard, clock: Laps) -> dist.ProcessGroup:
         dist.barrier(group=control)
         clock.lap("barrier")
     except RuntimeError as error:
-        failure = guard.explain(f"coming together: {error}")
+        failure = guard.explain(f"coming together: {error}", CapabilityError.kind)
         guard.close()
         raise failure from error
     return control

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from loader.errors import InternalError, WorkerError
+from loader.errors import ArtifactError, InternalError, WorkerError
 from loader.progress import StreamClosed
 from runtime.engine import Engine
 from runtime.family import Job, Prepared
@@ -63,18 +63,25 @@ class RankEngine(Engine):
     def wait_resident(self, on_progress: Callable[[int, int], None], every_s: float) -> None:
         """On every rank: what fails on one ends all. Returns when all ranks have what the start asked for."""
         guard = self.connection.guard
-        try:
+        if guard is None:
             super().wait_resident(on_progress, every_s)
+            return
+
+        def report(done: int, total: int) -> None:
+            guard.check()
+            on_progress(done, total)
+
+        try:
+            super().wait_resident(report, every_s)
         except StreamClosed:
             raise
         except WorkerError as error:
             raise self._everybodys(error) from error
-        if guard is None:
-            return
         guard.loaded()
         while not guard.is_loaded_everywhere:
             guard.check()
-            time.sleep(every_s)
+            guard.hurry()
+            time.sleep(_LOAD_LOOK_S)
 
     def follow(self, waiting: Prepared | None = None) -> None:
         """On the other ranks: requests until rank 0 ends. Raises: WorkerError: a rank failed.
@@ -168,7 +175,7 @@ class RankEngine(Engine):
         guard = self.connection.guard
         if guard is None:
             return error
-        kind = error.kind if isinstance(error, WorkerError) else InternalError.kind
+        kind = error.kind if isinstance(error, ArtifactError) else InternalError.kind
         return guard.report(str(error) or type(error).__name__, kind)
 
     def _guarded(self) -> Any:

@@ -16,11 +16,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from loader.errors import ArtifactError, InternalError, WorkerError
+from loader.errors import ArtifactError, CapabilityError, InternalError, WorkerError
 
 _FAILURE = "failure"
-_KINDS: dict[str, type[WorkerError]] = {kind.kind: kind for kind in (InternalError, ArtifactError)}
-"""Of everybody's failure: a damaged directory is one for all ranks and for the next start too."""
+_KINDS: dict[str, type[WorkerError]] = {
+    kind.kind: kind for kind in (InternalError, ArtifactError, CapabilityError)
+}
+"""Of everybody's failure: a damaged directory, or ranks that cannot reach each other, are so for the next start too."""
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ class Guard:
         self._doing = "starting"
         self._is_loaded = False
         self._closing = threading.Event()
+        self._hurry = threading.Event()
         self._calling_off: threading.Thread | None = None
         self._beats = [(b"", time.monotonic())] * size
         self._thread = threading.Thread(target=self._watch, name="coldframe-guard", daemon=True)
@@ -88,12 +91,14 @@ class Guard:
         self._write_beat(0)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Begin to watch. No rank has been silent before."""
+        self._beats = [(b"", time.monotonic())] * self._size
         self._thread.start()
 
     def close(self) -> None:
         """Stop watching; works twice."""
         self._closing.set()
+        self._hurry.set()
         if self._thread.is_alive():
             self._thread.join()
         if self._calling_off is not None:
@@ -125,9 +130,14 @@ class Guard:
             raise self.explain(f"{name}: {error}") from error
 
     def loaded(self) -> None:
-        """This rank's first load is in place; the other ranks learn it with the next beat."""
+        """This rank's first load is in place."""
         with self._lock:
             self._is_loaded = True
+        self.hurry()
+
+    def hurry(self) -> None:
+        """Beat, and look at the others, now."""
+        self._hurry.set()
 
     @property
     def is_loaded_everywhere(self) -> bool:
@@ -143,25 +153,25 @@ class Guard:
     def report(self, cause: str, kind: str = InternalError.kind) -> WorkerError:
         """Write this rank's failure down for all ranks, unless another one came first; the error to raise.
 
-        Args: kind: of the error: an `ArtifactError` stays one on all ranks, everything else is internal.
+        Args: kind: of the error on all ranks, one of `_KINDS`; any other is internal.
         """
         return self._fail(self._rank, cause, kind)
 
-    def explain(self, symptom: str) -> WorkerError:
-        """The cause of a collective's failure, once the beats have shown which rank is missing."""
+    def explain(self, symptom: str, kind: str = InternalError.kind) -> WorkerError:
+        """The cause of a collective's failure, once the beats have shown which rank is missing; of `kind` if none is."""
         deadline = time.monotonic() + 10 * self._times.beat_s
         while self.failure is None and time.monotonic() < deadline:
             silent = self._silent_ranks(3 * self._times.beat_s)
             if silent:
                 self._fail(silent[0], "stopped answering")
             self._closing.wait(self._times.beat_s / 4)
-        return self.failure or self._fail(self._rank, symptom.partition("\n")[0])
+        return self.failure or self._fail(self._rank, symptom.partition("\n")[0], kind)
 
     # --- on the guard's thread ---
 
     def _watch(self) -> None:
         beat = 0
-        while not self._closing.wait(self._times.beat_s):
+        while not self._wait_for_beat():
             beat += 1
             try:
                 self._write_beat(beat)
@@ -175,6 +185,12 @@ class Guard:
             if self.failure is not None:
                 self._end(self.failure)
                 return
+
+    def _wait_for_beat(self) -> bool:
+        """Until the next beat is due; whether the guard is closing."""
+        self._hurry.wait(self._times.beat_s)
+        self._hurry.clear()
+        return self._closing.is_set()
 
     def _write_beat(self, beat: int) -> None:
         with self._lock:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from loader.errors import CapabilityError
 from loader.host_link import JOIN_S, join_host, socket_address
-from loader.host_plan import host_plan
+from loader.host_plan import HostPlan, host_plan
 from loader.host_reader import HostReader
 from loader.load_plan import plan_load
 from loader.stream import start
@@ -42,19 +42,23 @@ def start_shared(
         manifest: the directory's own, not a rank's view. order: key into this rank's view of its orders.
         reader, hub: on the host's first rank, ones that were spawned early. uploader: on every rank.
     Raises: CapabilityError: no shared memory, child process or socket on the first rank. InternalError: it did not come.
+        Nothing of this rank is left running then.
     """
-    shared = host_plan([plan_load(manifest, groups) for groups in _orders(environment, manifest, order)])
-    address = socket_address(environment.run_id, environment.host_ranks.start)
-    if environment.local_rank == 0:
-        try:
-            HostReader(shared, directory, options, address, reader, hub)
-        except OSError as error:
-            raise CapabilityError(
-                f"ranks cannot share a reader here ({error})",
-                where="loader",
-                hint="set COLDFRAME_HOST_READER=own, then every rank reads for itself",
-            ) from error
-    link = join_host(address, environment.local_rank, JOIN_S)
+    host: HostReader | None = None
+    try:
+        shared = host_plan([plan_load(manifest, groups) for groups in _orders(environment, manifest, order)])
+        address = socket_address(environment.run_id, environment.host_ranks.start)
+        if environment.local_rank == 0:
+            host = _read_for_host(shared, directory, options, address, reader, hub)
+        link = join_host(address, environment.local_rank, JOIN_S)
+    except BaseException:
+        for owned in (host, hub, reader, uploader):
+            if owned is not None:
+                owned.stop()
+        for closed in (reader, uploader):
+            if closed is not None:
+                closed.close()
+        raise
     return start(
         shared.members[environment.local_rank],
         directory,
@@ -63,6 +67,24 @@ def start_shared(
         reader=link,
         uploader=uploader,
     )
+
+
+def _read_for_host(
+    shared: HostPlan,
+    directory: Path,
+    options: StreamOptions,
+    address: str,
+    reader: ChildReader | None,
+    hub: HubProcess | None,
+) -> HostReader:
+    try:
+        return HostReader(shared, directory, options, address, reader, hub)
+    except OSError as error:
+        raise CapabilityError(
+            f"ranks cannot share a reader here ({error})",
+            where="loader",
+            hint="set COLDFRAME_HOST_READER=own, then every rank reads for itself",
+        ) from error
 
 
 def _orders(environment: RankEnvironment, manifest: Manifest, order: str) -> list[Sequence[str]]:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from loader.errors import ArtifactError
+from loader.errors import ArtifactError, InternalError
 from runtime.server.config import ServerConfig
 from runtime.server.errors import is_lost_rank, job_error, worker_job_error
 from runtime.server.jobs import QUEUED, RUNNING, Job, JobStore
@@ -243,11 +243,13 @@ class Dispatcher:
         self._idle.set()
 
     def _own_failure(self) -> dict[str, Any] | None:
-        """Error of a job whose worker said itself why it ended; None if it just died, or one of its ranks did."""
+        """Error of a job whose worker said why no other worker will do better; None: it died, or failed inside."""
         failure = self.worker.failure
-        if self.worker.phase != FAILED and (failure is None or is_lost_rank(failure)):
+        if self.worker.phase == FAILED:
+            return worker_job_error(failure or {})
+        if failure is None or failure.get("kind") == InternalError.kind:
             return None
-        return worker_job_error(failure or {})
+        return worker_job_error(failure)
 
     def _interrupt(self, job_id: str, reason: str) -> None:
         """Settle a job that ended through no fault of its own by the policy: failed, or queued again."""

@@ -69,9 +69,11 @@ async def delete_video(request: Request) -> Response:
     job = _job(request)
     if job.is_active:
         waiting = asyncio.create_task(service.feeds.ended(job))
-        await service.engine.cancel(job.id)
-        await asyncio.wait([waiting], timeout=DELETE_WAIT_S)
-        waiting.cancel()
+        try:
+            await service.engine.cancel(job.id)
+            await asyncio.wait([waiting], timeout=DELETE_WAIT_S)
+        finally:
+            waiting.cancel()
     service.store.delete(job.id)
     return JSONResponse({"id": job.id, "object": "video.deleted", "deleted": True})
 

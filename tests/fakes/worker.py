@@ -2,8 +2,8 @@
 
 Run it with the command line of the real one: `python tests/fakes/worker.py --bundle DIR`. What it does with a job
 depends on marks in the prompt: `[crash@3]` dies at step 3, `[lostrank@3]` reports
-a dead rank there and dies when `$FAKE_GATE` exists, `[damaged@3]` reports a damaged prepared directory there and ends
-with exit code `$FAKE_DAMAGED_EXIT`, `[hang@3]` stops answering there, `[gate@3]` waits there
+a dead rank there and dies when `$FAKE_GATE` exists, `[damaged@3]` reports a damaged prepared directory (or an error of kind
+`$FAKE_DAMAGED_KIND`) there and ends with exit code `$FAKE_DAMAGED_EXIT`, `[hang@3]` stops answering there, `[gate@3]` waits there
 until the file `$FAKE_GATE` exists, `[refuse]` answers with a bad request, `[broken]` with an internal error,
 `[nofile]` and `[garbage]` are done without a proper file, `[deaf]` ignores cancellation, `[noise]` prints a line that is
 not JSON, `[malformed]` sends a step that is not a number. Environment: `FAKE_START_EXIT` (exit code at start), `FAKE_LOADING_GATE` (file that ends the loading),
@@ -236,7 +236,8 @@ class FakeWorker:
             if kind == "crash":
                 os._exit(134)
             if kind == "damaged":
-                error = {"kind": "bad_artifact", "message": "/secret/path: damaged", "http_status": 503}
+                reported = os.environ.get("FAKE_DAMAGED_KIND", "bad_artifact")
+                error = {"kind": reported, "message": "/secret/path: damaged", "http_status": 503}
                 emit(event="error", job=None, error=error)
                 os._exit(int(os.environ["FAKE_DAMAGED_EXIT"]))
             if kind == "lostrank":

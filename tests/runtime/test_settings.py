@@ -42,7 +42,6 @@ def test_variables_and_flags_are_parsed_and_flags_win() -> None:
             {"COLDFRAME_TORCH_TRIMS": "gc, bogus"}, "'bogus' is unknown; allowed: all, none", id="trims"
         ),
         pytest.param({"COLDFRAME_WARM_UP": "memory,all"}, "'all' is unknown", id="word among items"),
-        pytest.param({"COLDFRAME_NATIVE_WARM_UP": ""}, "'' is unknown; allowed: auto", id="empty list"),
         pytest.param({"COLDFRAME_MANIFEST_SHA256": "zz"}, "64 hex digits", id="digest"),
         pytest.param({"COLDFRAME_ENCODER_PRESET": "p3"}, "of libx264; allowed: ultrafast", id="preset"),
         pytest.param(
@@ -83,7 +82,8 @@ def test_what_is_allowed_is_taken() -> None:
         {
             "COLDFRAME_RING_GIB": "0",
             "COLDFRAME_TORCH_TRIMS": "gc, frames",
-            "COLDFRAME_NATIVE_WARM_UP": "none",
+            "COLDFRAME_NATIVE_WARM_UP": "",
+            "COLDFRAME_WARM_UP": "memory,",
             "COLDFRAME_MANIFEST_SHA256": "0aF9" * 16,
             "COLDFRAME_ENCODER_CODEC": "h264_nvenc",
             "COLDFRAME_ENCODER_PRESET": "p1",

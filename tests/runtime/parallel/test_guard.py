@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from loader.errors import ArtifactError, InternalError, WorkerError
+from loader.errors import ArtifactError, CapabilityError, InternalError, WorkerError
 from runtime.parallel.guard import Guard, GuardTimes
 
 PATIENT = GuardTimes(limit_s=60.0, beat_s=0.1, grace_s=60.0)
@@ -184,15 +184,19 @@ def test_a_call_off_that_fails_or_hangs_does_not_keep_the_process(hangs: bool) -
 
 
 def test_a_load_is_known_everywhere_when_every_rank_has_said_so() -> None:
-    run = Run(2, (0, 1), GuardTimes(limit_s=60, beat_s=0.01, grace_s=5))
+    """Soon, though beats are far apart."""
+    run = Run(2, (0, 1), GuardTimes(limit_s=600, beat_s=60, grace_s=5))
     first, second = run.guards
     first.loaded()
-    time.sleep(0.1)
+    for _ in range(20):
+        first.hurry()
+        time.sleep(0.01)
     assert not first.is_loaded_everywhere
     second.loaded()
     deadline = time.monotonic() + 10
-    while not (first.is_loaded_everywhere and second.is_loaded_everywhere):
+    while not first.is_loaded_everywhere:
         assert time.monotonic() < deadline
+        first.hurry()
         time.sleep(0.01)
     run.close()
 
@@ -206,3 +210,17 @@ def test_a_damaged_directory_is_one_for_all_ranks(kind: str, expected: type[Work
     assert run.called_off[0].wait(10)
     assert type(run.guards[0].failure) is expected
     run.close()
+
+
+def test_nobody_was_silent_before_the_watch_began() -> None:
+    """A rank may come long after this one; what fails then is not its silence."""
+    run = Run(2, (), GuardTimes(limit_s=60, beat_s=0.1, grace_s=5))
+    first, second = run.guards
+    first._beats = [(b"", time.monotonic() - 100)] * 2
+    first.start()
+    second.start()
+    failure = first.explain("coming together: no such host", CapabilityError.kind)
+    assert "rank 0 of 2 failed: coming together: no such host" in str(failure)
+    assert type(failure) is CapabilityError
+    first.close()
+    second.close()

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from loader.errors import CapabilityError
+from loader.errors import CapabilityError, InternalError
 from loader.host_link import socket_address
 from loader.manifest import read_manifest
 from loader.options import StreamOptions
+from loader.uploader_link import spawn_uploader
+from runtime.parallel import shared_load
 from runtime.parallel.environment import RankEnvironment
 from runtime.parallel.prepared import RankWeights
 from runtime.parallel.shared_load import start_shared
@@ -72,6 +74,25 @@ def test_a_host_that_refuses_the_socket_is_told_what_to_do(tmp_path: Path) -> No
         other.bind(socket_address(taken.run_id, 0))
         with pytest.raises(CapabilityError, match=r"cannot share a reader here.*COLDFRAME_HOST_READER=own"):
             start_shared(taken, read_manifest(tmp_path), "t/s", tmp_path, "cuda", StreamOptions())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_join_leaves_no_process(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise InternalError("it did not come")
+
+    write_prepared(tmp_path, LAYOUT, ORDERS)
+    monkeypatch.setattr(shared_load, "join_host", refuse)
+    uploader = spawn_uploader("cuda", "tests.fakes.remote_driver:plain")
+    environment = RankEnvironment(rank, 2, rank, 2, run_id=uuid.uuid4().hex)
+    with pytest.raises(InternalError, match="did not come"):
+        start_shared(
+            environment, read_manifest(tmp_path), "t/s", tmp_path, "cuda", StreamOptions(), uploader=uploader
+        )
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
+    assert children.read_text().split() == []
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/unix"), reason="Linux")  # noqa: PTH110

@@ -69,6 +69,13 @@ def test_a_job_keeps_the_cause_that_its_worker_gave(start: Start, code: int) -> 
     assert service.worker_lines().count(f"generate {job['id']}") == 1
 
 
+def test_a_job_of_a_worker_that_failed_inside_runs_again(start: Start) -> None:
+    service = start(FAKE_DAMAGED_EXIT="1", FAKE_DAMAGED_KIND="internal", COLDFRAME_SERVE_INTERRUPTED="rerun")
+    job = service.finished(service.create("[damaged@2]")["id"])
+    assert (job["status"], job["error"]["code"]) == ("failed", "interrupted")
+    assert service.worker_lines().count(f"generate {job['id']}") == 2
+
+
 @pytest.mark.parametrize("code", [2, 3, 4])
 def test_a_worker_that_cannot_run_here_is_not_restarted(start: Start, code: int) -> None:
     service = start(FAKE_START_EXIT=str(code))
