@@ -50,3 +50,8 @@ class Client:
             if events[-1]["event"] in names and (job is None or events[-1].get("job") == job):
                 return events
         raise AssertionError(f"the worker ended before {names}: {events}")
+
+    def rest(self) -> list[dict[str, Any]]:
+        """All events that are still to come; the worker ends by itself."""
+        assert self.process.stdout is not None
+        return [json.loads(line) for line in self.process.stdout]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -67,22 +66,43 @@ def test_running_nodes_are_cancelled_and_waited_for() -> None:
     assert stopped in ([True], [])  # not started at all is as good as stopped
 
 
-def test_an_interrupt_in_a_wait_is_a_failure_like_any_other() -> None:
-    """Ctrl-C while the caller waits for another thread's node; a node that waits for ever is told."""
+@pytest.mark.parametrize("where", ["wait", "thread start"])
+def test_an_interrupt_of_the_caller_is_a_failure_like_any_other(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C; a node on another thread that waits for ever is told, and waited for."""
     told, runs = threading.Event(), threading.Event()
     found: list[bool] = []
+    caller, start = threading.current_thread(), threading.Thread.start
+
+    class Changed(threading.Condition):
+        def wait_for(self, predicate: Any, timeout: float | None = None) -> Any:
+            if threading.current_thread() is not caller:
+                return super().wait_for(predicate, timeout)
+            self.release()
+            assert runs.wait(60)
+            self.acquire()
+            raise KeyboardInterrupt
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        start(thread)
+        assert runs.wait(60)
+        raise KeyboardInterrupt
 
     def waits(results: Results) -> None:
         runs.set()
         found.append(told.wait(60) and results.is_cancelled)
 
-    def interrupt() -> None:
-        assert runs.wait(60)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt).start()
+    graph = Graph(
+        [Node("waits", waits, thread="x", cancel=told.set), Node("late", lambda r: None, needs=("waits",))],
+        Timeline(),
+    )
+    if where == "wait":
+        graph._changed = Changed()
+    else:
+        monkeypatch.setattr(threading.Thread, "start", interrupted_start)
     with pytest.raises(KeyboardInterrupt):
-        run(Node("waits", waits, thread="x", cancel=told.set), Node("late", lambda r: None, needs=("waits",)))
+        graph.run()
     assert found == [True]
 
 

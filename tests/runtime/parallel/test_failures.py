@@ -78,7 +78,7 @@ def test_nothing_of_the_runs_is_left(teams: dict[str, Team]) -> None:
 def test_a_rank_that_dies_while_they_come_together_is_noticed(tmp_path: Path) -> None:
     """Between its process group and the one for control, where gloo would wait for a year."""
     dies = [{}, {"TEST_DIES": "before the control group"}]
-    team = Team(2, tmp_path, dies, limit_s=2.0, beat_s=0.1, grace_s=0.2)
+    team = Team(2, tmp_path, dies, limit_s=8.0, beat_s=0.1, grace_s=0.2)
     try:
         survivor, killed = team.answers()
         assert killed["ended"] == -signal.SIGKILL
