@@ -13,7 +13,7 @@ from loader.arena import DeviceArena, HostArena
 from loader.errors import CapabilityError, InternalError, WorkerError
 from loader.intake import Intake, Record
 from loader.progress import LoadProgress, closed_error
-from loader.reader_link import ReaderLink
+from loader.reader_link import ReaderLink, end_links
 from loader.row_gather import RowDesk
 
 _REPORT_S = 5.0
@@ -100,6 +100,15 @@ def start_thread(thread: threading.Thread, release: Callable[[], None]) -> None:
         ) from error
 
 
+def failure_of(error: Exception, what: str, where: str) -> WorkerError:
+    """What all who wait are told of a transport's thread that ended: one of ours as it is, another as the cause."""
+    if isinstance(error, WorkerError):
+        return error
+    failure = InternalError(f"{what}: {error!r}", where=where)
+    failure.__cause__ = error
+    return failure
+
+
 def iter_records(data: bytes) -> Iterator[Record]:
     yield from wire.RECORD.iter_unpack(data)
 
@@ -145,8 +154,7 @@ class Collector:
         start_thread(self._thread, self._release)
 
     def _release(self) -> None:
-        self._link.stop()
-        self._link.close()
+        end_links(self._link)
         self._arenas.clear()
 
     def arena(self, index: int) -> HostArena:
@@ -176,12 +184,8 @@ class Collector:
                 self._collect()
             except _Refused as refused:
                 self._next_reader(str(refused))
-        except WorkerError as error:
-            self._fail(error)
         except Exception as error:  # noqa: BLE001 - border of a thread: reported to everyone who waits
-            failure = InternalError(f"collector failed: {error!r}", where="loader.collector")
-            failure.__cause__ = error
-            self._fail(failure)
+            self._fail(failure_of(error, "collector failed", "loader.collector"))
         finally:
             self._is_settled.set()
 

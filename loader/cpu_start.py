@@ -15,7 +15,7 @@ from loader.load_plan import LoadPlan
 from loader.options import StreamOptions
 from loader.plan_wire import VERIFY_LEVELS, ReadSettings, arena_bases, encode_plan
 from loader.progress import LoadProgress
-from loader.reader_link import ReaderLink, ThreadReader
+from loader.reader_link import ReaderLink, ThreadReader, end_links
 from loader.row_gather import RowDesk
 from loader.stream import WeightStream
 
@@ -88,8 +88,7 @@ class _CpuLoad:
             self.rows.use(link)
             return arenas
         except BaseException:
-            link.stop()
-            link.close()
+            end_links(link)
             raise
 
 

@@ -18,7 +18,7 @@ from loader.load_plan import LoadPlan, recut
 from loader.options import StreamOptions
 from loader.plan_wire import VERIFY_LEVELS, ReadSettings, encode_plan
 from loader.progress import LoadProgress
-from loader.reader_link import EmbeddedReader, ReaderLink, spawn_reader
+from loader.reader_link import EmbeddedReader, ReaderLink, end_links, spawn_reader
 from loader.remote_upload import RemoteUpload
 from loader.row_gather import RowDesk
 from loader.slots import SlotStack, slots_to_keep
@@ -50,7 +50,7 @@ def start_device(
         transport = load.open_remote(process, reason) or load.open_local()
         transport.start()
     except BaseException:
-        _end(process, reader)
+        end_links(process)  # what was handed in is the caller's to end
         raise
     return WeightStream(load.plan, f"cuda:{ordinal}", transport, load.progress, load.rows)
 
@@ -137,7 +137,7 @@ class _DeviceLoad:
             self._adopt(link)
             return self._remote(process, link)
         except BaseException:
-            _end(link)
+            end_links(link)
             raise
 
     def _remote(self, process: UploaderProcess, link: ReaderLink) -> RemoteUpload:
@@ -162,7 +162,7 @@ class _DeviceLoad:
             return link
         except BaseException as error:
             ending = process.stop()
-            _end(process, link)
+            end_links(process, link)
             if isinstance(error, OSError):
                 raise OSError(f"{error}; uploader process: {ending}") from error
             raise
@@ -190,7 +190,7 @@ class _DeviceLoad:
                 self._adopt(link)
             return self._uploader(path, link)
         except BaseException:
-            _end(link)
+            end_links(link)
             raise
 
     def _uploader(self, path: str, link: ReaderLink | None) -> Uploader:
@@ -218,13 +218,6 @@ class _DeviceLoad:
             self._patience,
             lambda: SlotStack(self.choice.slots, self._keep(link is None or link.recycles)),
         )
-
-
-def _end(*links: ReaderLink | UploaderProcess | None) -> None:
-    for link in links:
-        if link is not None:
-            link.stop()
-            link.close()
 
 
 def _near_cpus() -> list[int]:

@@ -17,7 +17,7 @@ from loader.host_plan import HostPlan
 from loader.hub_link import HubProcess, spawn_hub
 from loader.options import StreamOptions
 from loader.plan_wire import VERIFY_LEVELS, ReadSettings, encode_plan
-from loader.reader_link import ChildReader, spawn_reader
+from loader.reader_link import ChildReader, end_links, spawn_reader
 from loader.slots import slots_to_keep
 
 _CPUS_OF_A_RANK = 3  # the import, the uploader and its driver
@@ -54,8 +54,7 @@ class HostReader:
             self._thread.start()
         except BaseException:
             self._hub.stop()
-            self._reader.stop()
-            self._reader.close()
+            end_links(self._reader)
             raise
 
     def stop(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from loader.errors import CapabilityError
 from loader.options import StreamOptions
-from loader.reader_link import ReaderLink, ThreadReader, spawn_reader
+from loader.reader_link import ReaderLink, ThreadReader, begun, end_links, spawn_reader
 from loader.upload_wire import MOST_FDS
 from loader.uploader_link import UploaderProcess, spawn_uploader
 
@@ -33,9 +33,7 @@ def open_host_reader(options: StreamOptions, reader: ReaderLink | None) -> tuple
         )
     if reader is not None and options.reader in (None, reader.kind):
         return reader, "reader was started before"
-    if reader is not None:
-        reader.stop()
-        reader.close()
+    end_links(reader)
     if options.reader == "threads":
         return ThreadReader(), "forced"
     try:
@@ -102,29 +100,18 @@ def open_device_reader(
     if path == "E":
         raise CapabilityError("path E is for the CPU", where="path", found=path, expected="U, A, B, C, D")
     if reader is not None and (path in ("B", "C") or options.reader == "threads"):
-        reader.stop()
-        reader.close()
+        end_links(reader)
         reader = None
     if path == "C":
         return "C", None, "forced"
     if path == "B" or options.reader == "threads":
-        return path or "B", _begin(ThreadReader(), begin), "forced"
+        return path or "B", begun(ThreadReader(), begin), "forced"
     try:
         link = reader or spawn_reader()
-        return path or "A", _begin(link, begin), "forced" if path else "first choice"
+        return path or "A", begun(link, begin), "forced" if path else "first choice"
     except OSError as error:
         if path == "A" or options.reader == "child":
             raise CapabilityError(
                 str(error), where="path A", hint="leave path and reader out to fall back"
             ) from error
-        return path or "B", _begin(ThreadReader(), begin), str(error)
-
-
-def _begin(link: ReaderLink, begin: Callable[[ReaderLink], None]) -> ReaderLink:
-    try:
-        begin(link)
-    except BaseException:
-        link.stop()
-        link.close()
-        raise
-    return link
+        return path or "B", begun(ThreadReader(), begin), str(error)

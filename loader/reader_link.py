@@ -14,9 +14,9 @@ import select
 import struct
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from loader import reader as wire
 from loader.child_process import FIRST_FD, STUCK, Child, parent_argument, spawn
@@ -85,6 +85,27 @@ class ReaderLink(Protocol):
     def close(self) -> None:
         """Release descriptors; memory that was mapped lives as long as its mappings. May be called again."""
         ...
+
+
+AnyLink = TypeVar("AnyLink", bound=ReaderLink)
+
+
+def end_links(*links: ReaderLink | UploaderProcess | None) -> None:
+    """Stop and close what there is of them. May be called again."""
+    for link in links:
+        if link is not None:
+            link.stop()
+            link.close()
+
+
+def begun(link: AnyLink, begin: Callable[[AnyLink], None]) -> AnyLink:
+    """A reader that has begun, or that has ended if it could not. Raises: what `begin` raises."""
+    try:
+        begin(link)
+    except BaseException:
+        end_links(link)
+        raise
+    return link
 
 
 class _Pipes:

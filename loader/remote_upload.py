@@ -16,7 +16,7 @@ from collections.abc import Callable
 from loader import reader as wire
 from loader import upload_wire as talk
 from loader.arena import DeviceArena, HostArena, import_arena
-from loader.collector import Patience, Transport, forgotten_error, iter_records, start_thread
+from loader.collector import Patience, Transport, failure_of, forgotten_error, iter_records, start_thread
 from loader.driver import Importer
 from loader.errors import InternalError, WorkerError
 from loader.intake import Intake
@@ -118,12 +118,8 @@ class RemoteUpload:
     def _run(self) -> None:
         try:
             self._upload()
-        except WorkerError as error:
-            self._fail(error)
         except Exception as error:  # noqa: BLE001 - border of a thread: reported to everyone who waits
-            failure = InternalError(f"upload failed: {error!r}", where="loader.remote_upload")
-            failure.__cause__ = error
-            self._fail(failure)
+            self._fail(failure_of(error, "upload failed", "loader.remote_upload"))
 
     def _upload(self) -> None:
         try:

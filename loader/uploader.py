@@ -16,14 +16,14 @@ from collections.abc import Callable
 
 from loader import reader as wire
 from loader.arena import DeviceArena
-from loader.collector import Patience, forgotten_error, iter_records, start_thread
+from loader.collector import Patience, failure_of, forgotten_error, iter_records, start_thread
 from loader.device_session import DeviceSession
 from loader.driver import Driver, InContext
-from loader.errors import InternalError, WorkerError
+from loader.errors import WorkerError
 from loader.intake import Intake, Record
 from loader.load_plan import LoadPlan
 from loader.progress import LoadProgress, closed_error
-from loader.reader_link import ReaderLink
+from loader.reader_link import ReaderLink, end_links
 from loader.row_gather import RowDesk
 from loader.slots import SlotStack
 
@@ -81,12 +81,7 @@ class Uploader:
         return self._first_path if session is None else session.path
 
     def start(self) -> None:
-        start_thread(self._thread, self._end_reader)
-
-    def _end_reader(self) -> None:
-        if self._link is not None:
-            self._link.stop()
-            self._link.close()
+        start_thread(self._thread, lambda: end_links(self._link))
 
     def arena(self, index: int) -> DeviceArena:
         arenas = self._live_session().arenas
@@ -143,12 +138,8 @@ class Uploader:
             if sys.getswitchinterval() < interval:
                 sys.setswitchinterval(interval)
             self._answer_rows(session)
-        except WorkerError as error:
-            self._fail(error)
         except Exception as error:  # noqa: BLE001 - border of a thread: reported to everyone who waits
-            failure = InternalError(f"uploader failed: {error!r}", where="loader.uploader")
-            failure.__cause__ = error
-            self._fail(failure)
+            self._fail(failure_of(error, "uploader failed", "loader.uploader"))
         finally:
             if sys.getswitchinterval() < interval:
                 sys.setswitchinterval(interval)

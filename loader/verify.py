@@ -21,7 +21,7 @@ from loader.intake import Intake
 from loader.load_plan import LoadPlan, PlanGroup, Run, recut
 from loader.plan_wire import ReadSettings, encode_plan
 from loader.progress import LoadMark, LoadProgress
-from loader.reader_link import ChildReader, spawn_reader
+from loader.reader_link import begun, spawn_reader
 from loader.row_gather import RowDesk
 
 _NICE = 19
@@ -82,7 +82,7 @@ def start_rehash(
     rows = RowDesk(wire_plan)
     intake = Intake(blocks._replace(tensors=plan.tensors, tables=plan.tables), wire_plan, progress, rows)
     try:
-        link = _begin(wire_plan.data)
+        link = begun(spawn_reader(nice=_NICE), lambda link: link.begin(wire_plan.data, 0))
     except OSError as error:
         raise CapabilityError(f"no background verification: {error}", where="verify") from error
     intake.use(link)
@@ -90,18 +90,6 @@ def start_rehash(
     collector = Collector(link, [], intake, progress, rows, Patience(progress, blocks.total_bytes, None))
     collector.start()
     return Rehash(collector, progress)
-
-
-def _begin(plan: bytes) -> ChildReader:
-    """A reader at work. Raises: OSError: none is possible here."""
-    link = spawn_reader(nice=_NICE)
-    try:
-        link.begin(plan, 0)
-    except BaseException:
-        link.stop()
-        link.close()
-        raise
-    return link
 
 
 def _block_plan(plan: LoadPlan) -> LoadPlan:

@@ -201,13 +201,10 @@ def _refusals(directory: Path) -> list[str]:
     """Why no worker of this version takes the directory, if so; its bytes are right all the same."""
     from loader.manifest import read_manifest
     from runtime.family import family_for
-    from runtime.parallel.prepared import prepared_ranks, rank_manifest
+    from runtime.parallel.prepared import some_view
 
-    manifest = read_manifest(directory)
-    has_plain = any("/rank-" not in order for order in manifest.orders)
-    size = 1 if has_plain else prepared_ranks(manifest.orders)[0]
     try:
-        family_for(rank_manifest(manifest, 0, size), directory)
+        family_for(some_view(read_manifest(directory)), directory)
     except CapabilityError as error:
         return [f"workers of this version refuse it: {error}"]
     return []

@@ -53,7 +53,6 @@ class Engine:
         self.encoders = Encoders(settings, self.device)
         self._recording = threading.Lock()
         self._num_recorded = 0  # marks of the load that are on the timeline
-        self._is_load_whole = False
         self._rehash: Rehash | None = None
 
     def prepare(self, body: Mapping[str, object], resolve_image: ImageResolver | None = None) -> Prepared:
@@ -164,14 +163,14 @@ class Engine:
     def _record_load(self) -> None:
         """Put on the timeline what the first stream has noted since it was last asked; components once all are there."""
         marks = self.weights.streams[0].marks()
-        for mark in marks[self._num_recorded :]:
+        news = marks[self._num_recorded :]
+        for mark in news:
             thread = "groups" if mark.name.startswith("group ") else mark.thread
             self.timeline.add_span(mark.name, mark.start_ns, mark.end_ns, thread=thread, bytes=mark.bytes)
             if mark.name in _LOADER_MARKS:
                 self.timeline.mark(_LOADER_MARKS[mark.name], mark.end_ns)
         self._num_recorded = len(marks)
-        if not self._is_load_whole and any(mark.name == "all weights" for mark in marks):
-            self._is_load_whole = True
+        if any(mark.name == "all weights" for mark in news):
             self._record_components(marks)
 
     def _record_components(self, marks: Sequence[LoadMark]) -> None:

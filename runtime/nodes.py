@@ -458,9 +458,8 @@ def choose_device(wanted: str) -> str:
     """
     has_node = any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))  # noqa: PTH110 (cold path)
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
-    is_hidden = not (
-        first.isdecimal() or first.startswith(("GPU-", "MIG-"))
-    )  # the driver stops at the first of another kind
+    # The driver takes the list up to the first name of another kind.
+    is_hidden = not (first.isdecimal() or first.startswith(("GPU-", "MIG-")))
     if wanted == "auto":
         return "cuda" if has_node and not is_hidden else "cpu"
     if wanted == "cuda" and not has_node:

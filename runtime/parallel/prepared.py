@@ -64,6 +64,13 @@ def rank_manifest(manifest: Manifest, rank: int, size: int) -> Manifest:
     return manifest._replace(orders=orders)
 
 
+def some_view(manifest: Manifest) -> Manifest:
+    """The manifest as one rank sees it; where all orders are of shards, as the first of the fewest ranks."""
+    if all(map(_SHARD_ORDER.fullmatch, manifest.orders)):
+        return rank_manifest(manifest, 0, prepared_ranks(manifest.orders)[0])
+    return manifest
+
+
 class RankWeights:
     """One rank's weights under the names of whole groups: the shared tensors of a group and this rank's parts.
 

@@ -12,6 +12,7 @@ from loader.host_link import JOIN_S, join_host, socket_address
 from loader.host_plan import HostPlan, host_plan
 from loader.host_reader import HostReader
 from loader.load_plan import plan_load
+from loader.reader_link import end_links
 from loader.stream import start
 from runtime.parallel.environment import RankEnvironment
 from runtime.parallel.prepared import rank_manifest
@@ -52,12 +53,10 @@ def start_shared(
             host = _read_for_host(shared, directory, options, address, reader, hub)
         link = join_host(address, environment.local_rank, JOIN_S)
     except BaseException:
-        for owned in (host, hub, reader, uploader):
+        for owned in (host, hub):
             if owned is not None:
                 owned.stop()
-        for closed in (reader, uploader):
-            if closed is not None:
-                closed.close()
+        end_links(reader, uploader)
         raise
     return start(
         shared.members[environment.local_rank],

@@ -6,9 +6,9 @@
 `--directory` is a plain prepared directory of `scripts.bench.full_size` in memory-backed storage; it is measured first,
 then coded file by file in its place (it is gone afterwards), and measured again. About 20 s, 30 s, 10 s and 500 s. Starts are
 written to `results/codec_start.json`, the other parts to `results/codec.json`, to which those that run apart add. Needs
-nvidia-libnvcomp-cu13; nvidia-nvcomp-cu13 for the comparison with its Python `Codec`. For a machine without a network (30 + 4 MB, and two small trained models inside wheels, of float16 and float32,
-which are cast to bf16 and also coded as they are: an embedding of 8.2 million values, and 0.3 million of convolutions and an
-LSTM, a fifth of which are a fixed Fourier basis):
+nvidia-libnvcomp-cu13; nvidia-nvcomp-cu13 for the comparison with its Python `Codec`. For a machine without a network (30 +
+4 MB, and two small trained models inside wheels, of float16 and float32, which are cast to bf16 and also coded as they are: an
+embedding of 8.2 million values, and 0.3 million of convolutions and an LSTM, a fifth of which are a fixed Fourier basis):
 
     pip download --no-deps -d wheels nvidia-libnvcomp-cu13==6.0.0.12 wordllama==0.4.0.post1 silero-vad==6.2.3
     pip download --no-deps -d wheels nvidia-nvcomp-cu13==6.0.0.12
